@@ -1,4 +1,4 @@
-"""What has to be the same on all nodes of a run, checked before one joins: versions, and the folder that they share."""
+"""Checks before a node joins a run: the same versions of Lockstep and torch, and the same run folder, on all nodes."""
 
 import os
 import platform
@@ -26,16 +26,16 @@ folder."""
 
 
 class Rejection(LaunchError):
-    """This node cannot join, as long as somebody does not change something there."""
+    """Error of a node that cannot join until the user changes something there."""
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all nodes."""
+    """Return the versions of the packages that have to be the same on all nodes."""
     return {"Lockstep": version("lockstep-train"), "torch": str(torch.__version__)}
 
 
 def introduce(store: StoreServer, folder: Path, *, is_alone: bool) -> Path | None:
-    """On the leader: admit nodes, which first check what has to be the same -> the file that they look for, if any."""
+    """Open the leader's store to other nodes, if any -> the file by which they recognise the run's folder, if any."""
     nonce, file = secrets.token_hex(8), None
     if not is_alone:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def introduce(store: StoreServer, folder: Path, *, is_alone: bool) -> Path | Non
 
 
 def check_versions(store: StoreClient) -> None:
-    """Raises Rejection for another version of Lockstep or torch than the leader's, LaunchError for a wrong greeting."""
+    """Raise Rejection for another version of Lockstep or torch than the leader's, LaunchError for a wrong greeting."""
     leader = store.greeting
     for package, here in versions().items():
         if leader.get(package) != here:
@@ -64,8 +64,8 @@ def check_versions(store: StoreClient) -> None:
 
 
 def join(store: StoreClient, folder: Path, *, seconds: float) -> StoreClient:
-    """The leader's store, for a node that knows the run's secret. Raises Rejection where this is not the leader's
-    folder, whose files may take so long to be visible; LaunchError where the secret cannot be read."""
+    """Return the leader's store, once this node has proved that it knows the run's secret. Raises Rejection where the
+    leader's files do not appear in the folder in time, LaunchError where the secret cannot be read."""
     deadline, leader = time.monotonic() + min(NFS_CACHE_SECONDS, seconds), store.greeting
     needed = {f"{NONCE_PREFIX}{leader['nonce']}", run_secret.FILE}
     while time.monotonic() < deadline:
@@ -105,6 +105,6 @@ def _rejection(store: StoreClient, text: str, *, code: str) -> Rejection:
 
 
 def rejection(store: StoreServer) -> Rejection | None:
-    """On the leader: why a node cannot join, if one reported so."""
-    told = store.rejection
-    return Rejection(told["text"], code=told["code"]) if told else None
+    """Return why a node cannot join, if one has reported it to the leader."""
+    reported = store.rejection
+    return Rejection(reported["text"], code=reported["code"]) if reported else None

@@ -34,7 +34,7 @@ HAS_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameter
 
 
 class RoundEnded(Exception):  # noqa: N818 (no error: the leader has ended the round)
-    """The round is to be ended; if `is_graceful`, by a signal after which workers save a checkpoint."""
+    """Raised to end the round; if `is_graceful`, by a signal after which workers save a checkpoint."""
 
     def __init__(self, reason: str, *, is_graceful: bool) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class WorkerGroupStart:
     logs: Path
     grace_seconds: int
     fork_server: ForkServer | None
-    """None: each worker is started as a new process."""
+    """Server that forks the workers; None: each is started as a new process."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -57,7 +57,7 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, membership: Membership, round_end: Callable[[], RoundEnded | None]) -> None:
         self.membership, self.round_end = membership, round_end
         self.store: StoreClient | None = None
-        """Kept, since C++ does not keep the Python object."""
+        """Store of the round, referenced here since C++ does not keep the Python object."""
         self._other_children = set(psutil.Process().children(recursive=True))
 
     def get_backend(self) -> str:
@@ -80,7 +80,7 @@ class Rendezvous(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Polled by the agent while its workers run. Raises RoundEnded."""
+        """Return 0, or raise RoundEnded; the agent polls this while its workers run."""
         if end := self.round_end():
             if not end.is_graceful:
                 kill_children(self._other_children)  # or the agent would send SIGTERM, and wait
@@ -91,14 +91,14 @@ class Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: it has one round."""
+        """Do nothing: there is one round."""
 
     def get_run_id(self) -> str:
-        """The run's name in logs and in TORCHELASTIC_RUN_ID."""
+        """Return the run's name in logs and in TORCHELASTIC_RUN_ID."""
         return RUN_ID
 
     def shutdown(self) -> bool:
-        """Nothing to do: the next round has a store of its own."""
+        """Do nothing: the next round has a store of its own."""
         return True
 
 
@@ -165,7 +165,7 @@ class RankLogs(LogsSpecs):
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Log and error files of each local rank; an empty name leaves the terminal."""
+        """Return log and error files of each local rank; an empty name leaves the terminal."""
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         paths = {local: str(self.folder / f"rank-{rank}.log") if rank else "" for local, rank in ranks.items()}
         errors = {local: str(self.folder / f".error-{rank}.json") for local, rank in ranks.items()}

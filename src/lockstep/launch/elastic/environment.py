@@ -10,7 +10,7 @@ CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 RUN_ID = "lockstep-launcher"
 """TORCHELASTIC_RUN_ID of Lockstep's launchers: MASTER_PORT is that of a store that asks for the run's secret."""
 FLIGHT_RECORDER_EVENTS = 2000
-"""Per process: a few steps of a deep model."""
+"""Events kept per process: a few steps of a deep model."""
 
 
 def set_threads(threads: int) -> None:
@@ -27,13 +27,13 @@ def quieten_torch() -> None:
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun started this process as one of several."""
+    """Return whether torchrun started this process as one of several."""
     return os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:
-    """Variables for workers with `threads` threads that write traces to `logs`; `interface` is the network interface if
-    the section names none. Sources: torch's tables of its environment variables, NCCL's user guide."""
+    """Return variables for workers with `threads` threads that write traces to `logs`; `interface` is the network
+    interface if the section names none. Sources: torch's tables of its environment variables, NCCL's user guide."""
     variables = {
         "OMP_NUM_THREADS": str(threads),
         # a failed collective ends the process, and its launcher restarts it; with live recovery the process leaves it

@@ -14,7 +14,7 @@ from lockstep.base.user_code import MARK
 
 TAIL_LINES = 20
 CRASH = "Fatal Python error: "
-"""What faulthandler writes before the stacks."""
+"""Beginning of faulthandler's report, before the stacks."""
 BEFORE_CRASH = 5
 """Lines of output shown before the stack of a crash."""
 VERDICT = "verdict.json"
@@ -30,9 +30,9 @@ SIGNALS = {
     "SIGFPE": "crashed in native code (SIGFPE)",
 }
 TERMINATED = (-signal.SIGTERM, -signal.SIGINT)
-"""By the agent, after another worker had failed."""
+"""Exit codes of workers that the agent terminated after another one had failed."""
 SIGKILL = 9
-"""Windows has no name for it."""
+"""Number of the signal, for which Windows has no name."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
 LESS_MEMORY = "lower train.micro_batch, or run fewer processes"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -43,11 +43,11 @@ class Failure:
     code: int
     """Exit code; negative: the signal that ended it."""
     text: str
-    """What happened, for the user, with the last output unless it is on the terminal already."""
+    """Message for the user, with the last output unless it is on the terminal already."""
     priority: int
-    """Of two failures the one with the smaller priority is the cause of the other."""
+    """Order of causes: of two failures, the one with the smaller priority caused the other."""
     signature: str = ""
-    """Of an exception: equal for two that were raised in the same way at the same lines."""
+    """Key of an exception, equal for two that were raised in the same way at the same lines."""
 
     @property
     def was_killed(self) -> bool:
@@ -60,13 +60,13 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """For the launcher; signals count as in a shell."""
+        """Exit code of the launcher; signals count as in a shell."""
         return self.code if self.code > 0 else 128 - self.code
 
 
 def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
-    """The root cause among the failed workers. One that was killed comes before those that lost their connection to
-    it; of those that raised, the one that recorded its exception first."""
+    """Return the root cause among the failed workers. One that was killed comes before those that lost their connection
+    to it; of those that raised, the one that recorded its exception first."""
     rank, first = min(
         error.failures.items(),
         key=lambda item: (_priority(item[1]), not Path(item[1].error_file).is_file(), _time(item[1])),
@@ -102,12 +102,12 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def node_failure(text: str) -> Failure:
-    """A node that is lost, and its workers with it."""
+    """Return the failure of a node that is lost, with its workers."""
     return Failure(code=PeerLost.exit_code, text=text, priority=0)
 
 
 def _time(failure: ProcessFailure) -> float:
-    """When it failed: the agent's timestamps are whole seconds, modification times are not."""
+    """Return when it failed: the agent's timestamps are whole seconds, modification times are not."""
     with suppress(OSError):
         return Path(failure.error_file).stat().st_mtime
     return failure.timestamp
@@ -121,7 +121,7 @@ def _signature(failure: ProcessFailure) -> str:
 
 
 def _priority(failure: ProcessFailure) -> int:
-    """Causes before their consequences. A worker that raised may have been ended by the SIGTERM that followed."""
+    """Order causes before their consequences: a worker that raised may have been ended by the SIGTERM that followed."""
     code = failure.exitcode
     if Path(failure.error_file).is_file():
         return 2
@@ -145,7 +145,7 @@ def _description(failure: ProcessFailure, oom_kills_before: int) -> str:
 
 
 def death(code: int, oom_kills_before: int) -> str:
-    """What has ended a process with a negative exit code."""
+    """Describe what ended a process with a negative exit code."""
     if code == -SIGKILL and oom_kills() > oom_kills_before:
         return f"ran out of memory (SIGKILL by the kernel's out-of-memory killer): {LESS_MEMORY}"
     name = signal.Signals(-code).name
@@ -153,7 +153,7 @@ def death(code: int, oom_kills_before: int) -> str:
 
 
 def _watchdog_report(logs: Path) -> list[str]:
-    """What the watchdog thread reported, unless it did so on the terminal."""
+    """Return the report of the watchdog thread, unless it is on the terminal."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         verdict = storage.read_json(logs / VERDICT)
         if verdict["rank"] != 0:
@@ -162,8 +162,8 @@ def _watchdog_report(logs: Path) -> list[str]:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed because memory ran out: on this machine, and in this cgroup, whose kills
-    not every machine counts."""
+    """Count the processes that the kernel has killed because memory ran out: on this machine, and in this cgroup, whose
+    kills not every machine counts."""
     counts = [_oom_count(Path("/proc/vmstat"))]
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -37,7 +37,7 @@ POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
 KILLED = -9
 """The exit code of workers whose server was killed: they are killed with it."""
 SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
-"""What a launcher handles; the server leaves them to it and to the workers."""
+"""Signals that the launcher and the workers handle; the server ignores them."""
 NUMBERS = [getattr(signal, name) for name in SIGNALS]
 
 
@@ -46,15 +46,15 @@ class WorkerStart:
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] | None
-    """None: that of the server."""
+    """Environment variables; None: those of the server."""
     outputs: Mapping[int, str]
     """Files for stdout (1) and stderr (2), unless they are those of the launcher."""
     began: float
-    """When its start began, in seconds since 1970."""
+    """Time at which its start began, in seconds since 1970."""
 
 
 def refusal(modules: Sequence[str], section: LaunchSection, *, threads: int) -> str:
-    """Why workers with so many threads cannot be forked from this process; empty if they can."""
+    """Return why workers with so many threads cannot be forked from this process; empty if they can."""
     if sys.platform != "linux" or not _has_pidfd():
         return "this system lacks what it needs"
     if torch.backends.cuda.is_built() or torch.xpu._is_compiled():
@@ -99,16 +99,16 @@ class ServerKilled(ChildProcessError):
 
 
 class ForkServer:
-    """The launcher's side."""
+    """The launcher's side of the server."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.began: float | None = psutil.Process().create_time()
-        """When the start of the first workers began; None after it."""
+        """Time at which the start of the first workers began; None after it."""
         self.codes: dict[int, int] = {}
         """Exit codes of workers by process id."""
         self.is_alive, self.is_importing = True, True
         self.answer: int | None = None
-        """Of the newest request: a process id, or a negative errno."""
+        """Reply to the newest request: a process id, or a negative errno."""
         self.pipe, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,7 +121,7 @@ class ForkServer:
 
     @contextmanager
     def starts_workers(self) -> Iterator[None]:
-        """Have PyTorch's agent start its workers here, by the function that makes its handlers of processes."""
+        """Have PyTorch's agent fork its workers here, by replacing the function that makes its process handlers."""
         if not self.is_ready():
             yield
             return
@@ -156,7 +156,7 @@ class ForkServer:
         return ForkedProcess(self, self.answer)
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a worker, negative for a signal; None while it runs."""
+        """Return the exit code of a worker, negative for a signal; None while it runs."""
         is_gone = not psutil.pid_exists(pid)
         while self._receive(0.0):
             pass
@@ -165,7 +165,7 @@ class ForkServer:
         return self.codes.get(pid)
 
     def _receive(self, seconds: float) -> bool:
-        """Take a message, if one comes in this time: an exit code, the process id of a new worker, or that all is
+        """Receive a message, if one comes in time: an exit code, a worker's process id, or None once all is
         imported."""
         try:
             if not self.is_alive or not self.pipe.poll(seconds):
@@ -191,7 +191,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """What the agent uses of subprocess.Popen."""
+    """The part of subprocess.Popen's interface that the agent uses."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.server, self.pid = server, pid
@@ -200,7 +200,7 @@ class ForkedProcess:
         return self.server.exit_code(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -221,7 +221,7 @@ class ForkedProcess:
 
 
 class ForkedHandler(SubprocessHandler):
-    """The agent's handler of a worker, which is forked."""
+    """The agent's handler of a forked worker."""
 
     def __init__(self, server: ForkServer, **options: Any) -> None:
         self.server = server
@@ -263,7 +263,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         _forget_script_folder()
         gc.disable()  # collections would take a sixth of the time of the imports
         for name in modules:
-            with suppress(BaseException):  # it belongs to the worker, which will meet it again
+            with suppress(BaseException):  # the worker raises it again
                 importlib.import_module(name)
         gc.freeze()  # else the first collection in each worker would copy all of this memory
         gc.enable()
@@ -278,14 +278,14 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
 
 
 def _forget_script_folder() -> None:
-    """Import nothing from where Python puts a script's folder, as in a process that is started with -P."""
+    """Remove a script's folder from sys.path, as in a process that is started with -P."""
     script = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
     if not sys.flags.safe_path and sys.path[0] in script:
         del sys.path[0]
 
 
 def _loop(launcher: Connection, *, is_background: bool) -> NoReturn:
-    """Raises EOFError or ConnectionError when the launcher has ended."""
+    """Handle requests and exits. Raises EOFError or ConnectionError when the launcher has ended."""
     running: dict[int, int] = {}
     """Process ids by file descriptors that are readable once the process has exited."""
     while True:
@@ -346,7 +346,7 @@ def _end(main: Callable[[], NoReturn]) -> NoReturn:
 
 
 def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_background: bool) -> NoReturn:
-    """What a new interpreter would do: begin with nothing of the server's, then run the module."""
+    """Drop what is inherited from the server, and run the module as in a new interpreter."""
     with suppress(OSError):
         os.setpgid(0, 0)
     lifetime.end_with_parent("SIGKILL", server)

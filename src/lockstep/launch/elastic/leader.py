@@ -1,4 +1,4 @@
-"""What the leader (node 0, or its successor) decides: a round's members, when it ends, and whether the run restarts."""
+"""The leader (node 0, or its successor): decides a round's members, when it ends, and whether the run restarts."""
 
 import sys
 import time
@@ -31,10 +31,10 @@ class Leader:
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.is_live, self.process_multiple = is_live, process_multiple
         self.store: StoreServer | None = None
-        """Of the round, in which its processes find each other."""
+        """Store of the round, through which its processes connect."""
         self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
         self.last_signature = ""
-        """Of the last failure: equal for two exceptions raised at the same lines."""
+        """Signature of the last failure, see Failure."""
         self.is_restart = False
         """Whether the next round is a restart after a failure."""
         self.checkpoints = checkpoint_times(logs)
@@ -65,7 +65,7 @@ class Leader:
         )
 
     def _serve_round(self) -> StoreServer:
-        """A new store: the last one has addresses of the dead."""
+        """Serve a new store: the last one has addresses of processes that have ended."""
         if self.store is not None:
             self.store.close()
         endpoint = replace(self.membership.endpoint, port=0)
@@ -230,8 +230,8 @@ class Leader:
 
 
 def _go_on(membership: Membership, formation: Formation, *, lost: Sequence[int], new: Sequence[int]) -> None:
-    """With live recovery: have the round go on without lost machines, and with new ones. Raises PeerLost where most of
-    the machines are lost at once: they go on themselves if this one is cut off."""
+    """Continue the round without lost machines, and with new ones (live recovery). Raises PeerLost where most of the
+    machines are lost at once: they go on themselves if this one is cut off."""
     state, section = membership.round, membership.section
     gone = {*lost, *state.evicted}
     left = [index for index in formation.machines if index not in gone]
@@ -248,7 +248,7 @@ def _go_on(membership: Membership, formation: Formation, *, lost: Sequence[int],
 
 
 def rotate_logs(logs: Path) -> None:
-    """Before a round: keep the last round's logs as rank-N.log.before, and delete its error files."""
+    """Keep the last round's logs as rank-N.log.before, and delete its error files."""
     for log in logs.glob("rank-*.log"):
         if log.name != "rank-0.log":  # which is appended to
             log.replace(log.with_suffix(".log.before"))
@@ -257,7 +257,7 @@ def rotate_logs(logs: Path) -> None:
 
 
 def checkpoint_times(logs: Path) -> dict[str, float]:
-    """Name -> modification time of each complete checkpoint of the run that these logs belong to."""
+    """Return name -> modification time of each complete checkpoint of the run that these logs belong to."""
     times = {}
     for manifest in (logs.parent / "checkpoints").glob("step-*/manifest.json"):
         with suppress(OSError):
@@ -271,7 +271,7 @@ def newest_checkpoint(logs: Path) -> str | None:
 
 
 def resume_hint(logs: Path) -> str:
-    """A line that says how to resume the run of these logs; empty while it has no checkpoint."""
+    """Return a line that says how to resume the run of these logs; empty while it has no checkpoint."""
     newest = newest_checkpoint(logs)
     return f"Go on from {newest} with: lockstep train {logs.parent / 'recipe.yaml'}\n" if newest else ""
 

@@ -1,4 +1,4 @@
-"""Decides who trains together with launch.recovery=live, from the states of all machines. It runs on the leader."""
+"""Decides which workers train together with launch.recovery=live, from the machines' states. It runs on the leader."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,19 +14,18 @@ class Candidate:
 
     name: str
     part: int
-    """Of the training state, that it holds or is prepared for."""
+    """Part of the training state that it holds or is prepared for."""
     position: Position
     leaves: bool = False
-    """Whether the run is made smaller by it, as soon as the others do without it."""
+    """Whether `lockstep resize` removes it, as soon as the others can go on without it."""
 
     def has(self, step: int) -> bool:
-        """Whether it has a training state of this step or a later one, or can have it at once."""
+        """Return whether it has a training state of this step or a later one, or can have it at once."""
         return self.position.has_state and self.position.step + self.position.is_ready >= step
 
 
 def chosen(candidates: Collection[Candidate], replica_size: int) -> list[Candidate] | None:
-    """The members of as many replicas as there can be, in the order of ranks; None where a part of the training state
-    is lost."""
+    """Return the members of as many replicas as possible, by rank; None where a part of the training state is lost."""
     for group in ([each for each in candidates if not each.leaves], candidates):
         ordered = sorted(group, key=lambda each: not each.position.has_state)
         by_part = [[each for each in ordered if each.part == part] for part in range(replica_size)]
@@ -37,7 +36,7 @@ def chosen(candidates: Collection[Candidate], replica_size: int) -> list[Candida
 
 
 def missing(candidates: Collection[Candidate], replica_size: int) -> list[int]:
-    """The parts of the training state that nobody has at the furthest step, or can have at once."""
+    """List the parts of the training state that no candidate has at the furthest step, or can have at once."""
     furthest = max((each.position.step for each in candidates), default=0)
     there = {each.part for each in candidates if each.has(furthest)}
     return [part for part in range(replica_size) if part not in there]
@@ -45,8 +44,7 @@ def missing(candidates: Collection[Candidate], replica_size: int) -> list[int]:
 
 class Coordinator:
     def __init__(self, meeting: str, machine_name: Callable[[int], str], state_copies: int | None = None) -> None:
-        """`meeting`: HOST:PORT of the store in which the members of a formation find each other. `state_copies`: see
-        Plan."""
+        """`state_copies`: see Plan."""
         self.meeting, self.machine_name, self.state_copies = meeting, machine_name, state_copies
         self.formation = Formation()
         self.losses: dict[str, str] = {}
@@ -54,10 +52,10 @@ class Coordinator:
         self.is_dead = False
         """Whether all members are lost that had a training state, or a part of it."""
         self.missing: list[int] = []
-        """The parts of it that nobody has, once the others have come for a new formation."""
+        """Parts of the training state that no worker has, once all remaining members wait for a new formation."""
 
     def look(self, machines: Mapping[int, MachineState], expected: Sequence[int]) -> Formation:
-        """The formation that follows from what is known of the machines; those of the round are `expected`."""
+        """Return the formation that follows from the machines' states; those of the round are `expected`."""
         known = max((state.formation for state in machines.values()), key=lambda each: each.version)
         if known.version > self.formation.version:  # that of an earlier leader
             self.formation, self.losses = known, {}
@@ -78,7 +76,7 @@ class Coordinator:
             self._change(generation=1, members=members, meeting=self.meeting, replica_size=size)
 
     def _has_failed(self, machines: Mapping[int, MachineState]) -> bool:
-        """Whether a member has ended with an error, which ends the round."""
+        """Return whether a member has ended with an error, which ends the round."""
         return any(exit.code > 0 for _, exit in self._exits(machines))
 
     def _exits(self, machines: Mapping[int, MachineState]) -> Iterator[tuple[str, Exit]]:
@@ -112,8 +110,7 @@ class Coordinator:
         return f"{self.machine_name(number)} is lost, with rank{'s' if len(there) > 1 else ''} {ranks}"
 
     def _form(self, machines: Mapping[int, MachineState]) -> None:
-        """A new formation once every member that is left has come for it; they are asked to come when others can join
-        or leave."""
+        """Make a new formation once all remaining members wait; ask them to wait when others can join or leave."""
         generation, members = self.formation.generation, self.formation.members
         reports: dict[str, WorkerReport | None] = {}
         leaving: set[str] = set()

@@ -1,9 +1,9 @@
-"""What launchers and workers tell each other with launch.recovery=live.
+"""Messages between launchers and workers with launch.recovery=live.
 
-Each machine has a store of its own, in which its launcher publishes formations (who trains together from now on) and
+Each machine has a store of its own, in which its launcher publishes formations (which workers train together) and
 its workers report their positions when they need a new one. The launchers of several machines exchange the states of
 their machines, and the newest formation, through the rendezvous. All of these are whole states, so nothing depends on
-who reads when.
+the order of reads.
 """
 
 import json
@@ -32,24 +32,24 @@ SHIELDED_STOP = getattr(signal, "SIGUSR1", signal.SIGTERM)
 PATIENCE = timedelta(seconds=10)
 """Timeout of a note; a store that takes longer counts as lost."""
 FOR_EVER = timedelta(days=365)
-"""Of waiting for news: a store that is lost closes the connection."""
+"""Timeout of waiting for a formation: a store that is lost closes the connection."""
 NOTHING = -1
 """The step of a worker that has no training state yet."""
 
 
 def is_live_worker() -> bool:
-    """Whether the launcher of this worker recovers live."""
+    """Return whether the launcher of this worker recovers live."""
     return NAME in os.environ
 
 
 def ignored_signals() -> frozenset[int]:
-    """What does not ask this worker to stop."""
+    """Return the signals that do not ask this worker to stop."""
     return frozenset({signal.SIGTERM, signal.SIGINT} - {SHIELDED_STOP}) if SHIELDED in os.environ else frozenset()
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a worker's training state is."""
+    """Progress of a worker's training state."""
 
     step: int = NOTHING
     """Finished steps."""
@@ -69,27 +69,27 @@ class Formation:
     """The workers that train together."""
 
     version: int = 0
-    """Counts what has been published."""
+    """Number of published changes."""
     generation: int = 0
-    """From 1."""
+    """Number of the set of members, from 1; 0 before the first."""
     members: tuple[str, ...] = ()
-    """Their names, in the order of ranks."""
+    """Names of the workers, in the order of ranks."""
     positions: tuple[Position, ...] = ()
-    """Of each member, as it was reported; empty for the first generation, which starts together."""
+    """Reported position of each member; empty for the first generation, which starts together."""
     replica_size: int = 1
-    """How many of them hold the training state together: rank r holds part r modulo this number."""
+    """Number of members that hold the training state together: rank r holds part r modulo this number."""
     num_waiting: int = 0
-    """Further workers, which are too few for another replica."""
+    """Number of further workers, too few for another replica."""
     assigned: Mapping[str, int] = field(default_factory=dict)
-    """Workers that are to join -> the part that they are to prepare for."""
+    """Joining worker -> the part of the training state to prepare for."""
     losses: tuple[str, ...] = ()
-    """What became of members of the last one, for the user."""
+    """Messages about lost members of the last formation, for the user."""
     meeting: str = ""
-    """HOST:PORT of the store in which the members find each other."""
+    """HOST:PORT of the store through which the members connect."""
     is_broken: bool = False
     """Whether a member is lost, so that the others need a new formation."""
     is_wanted: bool = False
-    """Whether the members are to come for a new formation after their present step, since another worker waits."""
+    """Whether the members have to ask for a new formation after their present step, since others can join or leave."""
     is_training: bool = False
     """Whether the first generation has built everything: from here on, a loss does not end the round."""
     is_over: bool = False
@@ -97,11 +97,11 @@ class Formation:
 
     @property
     def machines(self) -> tuple[int, ...]:
-        """Those that its members run on."""
+        """Machines of the members."""
         return tuple(dict.fromkeys(map(machine_of, self.members)))
 
     def part_of(self, name: str) -> int:
-        """The part of the training state that a member holds."""
+        """Return the part of the training state that a member holds."""
         return self.members.index(name) % self.replica_size
 
     def text(self) -> str:
@@ -119,29 +119,28 @@ class Formation:
 
 
 def worker_name(machine: int, slot: int, start: int) -> str:
-    """Of the `start`-th process in a slot of a machine."""
+    """Return the name of the `start`-th process in a slot of a machine."""
     return f"{machine}.{slot}.{start}"
 
 
 def machine_of(name: str) -> int:
-    """The machine of a worker with this name."""
     return int(name.partition(".")[0])
 
 
 def slot_here() -> int | None:
-    """The slot of this process on its machine, which one that joins takes over; None without live recovery."""
+    """Return the slot of this process on its machine, which its successor takes over; None without live recovery."""
     name = os.environ.get(NAME)
     return int(name.split(".")[1]) if name else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """A worker waits for a formation that is newer than `generation`."""
+    """Report of a worker that waits for a formation newer than `generation`."""
 
     generation: int
     position: Position
     part: int | None = 0
-    """Of the training state, that it holds or is prepared for; None: for none yet."""
+    """Part of the training state that it holds or is prepared for; None: of none yet."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerReport":
@@ -150,12 +149,12 @@ class WorkerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a worker has ended."""
+    """End of a worker."""
 
     code: int
     """Exit code; negative: the signal that ended it."""
     text: str
-    """What happened, for the user."""
+    """Message for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +162,19 @@ class MachineState:
     """The workers of a machine."""
 
     round: int
-    """The round that they belong to."""
+    """Number of their round."""
     workers: Mapping[str, WorkerReport | None]
-    """Those that run, by name, each with its last report."""
+    """Last report of each running worker, by name."""
     exits: Mapping[str, Exit] = field(default_factory=dict)
     """Members of the formation that have ended."""
     leaving: tuple[str, ...] = ()
-    """Workers that the run is made smaller by."""
+    """Workers that `lockstep resize` removes."""
     spares: tuple[str, ...] = ()
     """Workers that wait to take the place of a lost one."""
     is_training: bool = False
-    """Whether rank 0 runs here and has begun to train."""
+    """Whether the members train, as far as is known here."""
     formation: Formation = Formation()
-    """The newest that is known here."""
+    """Newest formation that is known here."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -190,12 +189,11 @@ class MachineState:
 
 
 def store_at(endpoint: Endpoint, *, timeout: timedelta) -> StoreClient:
-    """Of this run, for one of its workers. Raises DistError."""
+    """Connect to a store of this run, as one of its workers. Raises DistError."""
     return connected(endpoint.host, endpoint.port, secret_of_run(), timeout=timeout)
 
 
 def secret_of_run() -> bytes:
-    """For one of its workers."""
     return run_secret.read(Path(os.environ[run_secret.VARIABLE]))
 
 
@@ -214,18 +212,17 @@ class LiveNotes:
 
     @classmethod
     def from_environment(cls) -> "LiveNotes":
-        """To the store of this worker's launcher."""
+        """Connect to the store of this worker's launcher."""
         return cls(store_at(Endpoint(host=LOOPBACK, port=int(os.environ[PORT])), timeout=PATIENCE))
 
     def publish(self, formation: Formation) -> None:
-        """Of the launcher."""
         self.store.set("formation", formation.text())
         for version in range(self._published + 1, formation.version + 1):
             self.store.set(f"version/{version}", "")
         self._published = formation.version
 
     def formation(self, *, after: int = 0) -> Formation:
-        """The newest one; waits for a later version than `after`."""
+        """Return the newest formation, once its version is later than `after`."""
         self.store.wait([f"version/{after + 1}"], FOR_EVER)
         return Formation.parse(self.store.get("formation"))
 
@@ -235,16 +232,15 @@ class LiveNotes:
 
     @property
     def num_reports(self) -> int:
-        """How many reports have been made so far."""
         return int(self.store.add("reports", 0))
 
     def reported(self, name: str) -> WorkerReport | None:
-        """The last report of a worker, if it has made one."""
+        """Return the last report of a worker, if any."""
         key = f"report/{name}"
         return WorkerReport.from_plain(json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def start_training(self) -> None:
-        """Of rank 0: all members of the first generation have built everything."""
+        """Announce, on rank 0, that all members of the first generation have built everything."""
         self.store.set("training", "")
 
     def is_training(self) -> bool:

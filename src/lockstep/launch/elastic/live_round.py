@@ -22,7 +22,7 @@ from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership
 
 POLL_SECONDS, BUSY_POLL_SECONDS, CALM_POLL_SECONDS = 0.02, 0.003, 0.1
-"""Between two looks at the workers; while a formation is broken; while all train, and no other machine has news."""
+"""Pause between two checks of the workers; while a formation is broken; while all train on the only machine."""
 FAILED_SECONDS = 15.0
 """After a failure, how long the other workers may take to exit by themselves."""
 FINISH_SECONDS = 2.0
@@ -30,7 +30,7 @@ FINISH_SECONDS = 2.0
 
 
 def _has_exit(pids: Iterable[int], seconds: float) -> bool:
-    """Whether one of these processes has exited, or exits within this time."""
+    """Return whether one of these processes has exited, or exits within this time."""
     with ExitStack() as stack:
         try:
             poll = select.poll()
@@ -51,11 +51,11 @@ class LiveRound:
         """`state_copies`: see Plan."""
         self.workers, self.membership, self.state_copies = workers, membership, state_copies
         self.coordinator: Coordinator | None = None
-        """On the leader."""
+        """Coordinator of the run, on the leader."""
         self.published: MachineState | None = None
 
     def run(self, round_end: Callable[[], RoundEnded | None]) -> Failure | None:
-        """Start the workers and see them through to the end -> the failure, if any.
+        """Start the workers and supervise them to the end -> the failure, if any.
 
         Raises RoundEnded, and SignalException when this process received a signal; both once all workers have exited.
         """
@@ -70,7 +70,7 @@ class LiveRound:
                     self._end(signal.SIGTERM if end.is_graceful else signal.SIGKILL)
                     raise end
                 workers.look()
-                workers.follow(self._exchanged())
+                workers.follow(self._exchange_states())
                 if workers.formation.is_over:
                     workers.wait_for_exits(FINISH_SECONDS)
                     return None
@@ -86,7 +86,7 @@ class LiveRound:
             workers.close()
 
     def _pause(self) -> None:
-        """Until it may be time for the next look: at once if a worker exits."""
+        """Wait until the next check of the workers, at most until one exits."""
         if self.workers.formation.is_broken:
             time.sleep(BUSY_POLL_SECONDS)
         elif not (self.membership.is_alone and self.workers.is_calm):
@@ -95,20 +95,19 @@ class LiveRound:
             time.sleep(BUSY_POLL_SECONDS)  # its exit code comes from the fork server
 
     def _end(self, number: signal.Signals) -> None:
-        """Have the workers save and exit, within the grace period: before that, those that are without a process group
-        need a new one."""
+        """Have the workers save and exit in the grace period; those without a process group get a new one first."""
         workers, end = self.workers, time.monotonic() + self.workers.start.grace_seconds
         workers.begin_end(number)
         while workers.running and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             workers.look()
             with suppress(DistError):  # the leader is lost
-                workers.follow(self._exchanged())
+                workers.follow(self._exchange_states())
             if self.coordinator is not None and self.coordinator.is_dead:  # those that are left have nothing to save
                 return
 
-    def _exchanged(self) -> Formation:
-        """Tell the other machines of this one -> the newest formation."""
+    def _exchange_states(self) -> Formation:
+        """Publish this machine's state -> the newest formation."""
         membership, state = self.membership, self.workers.state()
         if state != self.published and not membership.is_alone:
             membership.publish(live=state.plain())
@@ -126,7 +125,7 @@ class LiveRound:
         return formation
 
     def _death(self, coordinator: Coordinator) -> Failure | None:
-        """All members are lost, or all that hold a part of the training state."""
+        """Report the loss of all members, or of all that hold a part of the training state -> the failure."""
         size = coordinator.formation.replica_size
         if coordinator.missing and size > 1:
             parts = " and ".join(f"part {part + 1} of {size}" for part in coordinator.missing)

@@ -1,4 +1,4 @@
-"""The processes that a machine is to run with launch.recovery=live: when each is started, and started again."""
+"""Slots for the processes of a machine with launch.recovery=live: when each is started, and started again."""
 
 import math
 import time
@@ -11,15 +11,15 @@ from pathlib import Path
 from lockstep.base import storage
 
 BACK_OFF_SECONDS = 0.5
-"""Before the second start of a process within an hour; twice as long before each further one."""
+"""Delay of a process's start after FREE_STARTS within an hour; twice as long before each further one."""
 MOST_BACK_OFF_SECONDS = 30.0
 HOUR_SECONDS = 3600.0
 MOST_STARTS = 100
-"""Of a process within an hour; after it the others go on without."""
+"""Limit of a process's starts within an hour; after it the others go on without it."""
 FREE_STARTS = 20
-"""Of a process within an hour, before it has to wait."""
+"""Number of a process's starts within an hour that are not delayed."""
 RESIZE = "resize"
-"""The file in a run's folder with the number of processes per machine that is asked for."""
+"""File in a run's folder with the requested number of processes per machine."""
 
 
 @dataclass(kw_only=True)
@@ -27,12 +27,12 @@ class Slot:
     """The place of one process; one that is started again has the slot of the lost one."""
 
     starts: deque[float] = field(default_factory=deque)
-    """Within the last hour."""
+    """Times of the starts within the last hour."""
     total: int = 0
     due: float | None = None
-    """When it is to be started."""
+    """Time of the next start, if any."""
     is_closed: bool = False
-    """Whether the run was made smaller by it."""
+    """Whether `lockstep resize` has removed it."""
     is_spare: bool = False
     """Whether its process waits to take the place of a lost one."""
 
@@ -47,7 +47,7 @@ class Slot:
         return self.due is not None and time.monotonic() >= self.due
 
     def schedule(self, *, has_failed: bool = False) -> None:
-        """Start it again: at once, or later if that has happened often or is of no use yet."""
+        """Schedule the next start: at once, or later after a failure or many starts."""
         now = time.monotonic()
         while self.starts and now - self.starts[0] > HOUR_SECONDS:
             self.starts.popleft()
@@ -58,14 +58,14 @@ class Slot:
 
 
 def requested_size(folder: Path) -> int | None:
-    """The number of processes per machine that was asked for, if one was."""
+    """Return the number of processes per machine that `lockstep resize` asks for, if any."""
     with suppress(OSError, ValueError):
         return max(1, int(storage.read_regular(folder / RESIZE, 32)))
     return None
 
 
 def in_whole_replicas(wanted: int, replica_size: int, machines: int) -> int:
-    """The next number of processes on each of so many machines that form whole replicas together."""
+    """Round up to a number of processes on each of so many machines that form whole replicas together."""
     multiple = replica_size // math.gcd(replica_size, machines)
     return -(-wanted // multiple) * multiple
 

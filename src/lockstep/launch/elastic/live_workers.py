@@ -40,27 +40,26 @@ from lockstep.launch.elastic.stopped_workers import is_stopped
 from lockstep.launch.launch_config import LaunchSection
 
 POLL_SECONDS = 0.02
-"""Between two looks at workers that are to exit."""
+"""Pause between two checks of workers that have to exit."""
 STOPPED_SECONDS = 0.2
-"""Between two looks at whether a worker is stopped."""
+"""Pause between two checks for stopped workers."""
 OWN_STOP_SECONDS = 2.0
-"""After a longer pause between them, this process was stopped itself."""
+"""Longest pause between these checks, after which this process counts as stopped itself."""
 RESIZE_SECONDS = 0.5
-"""Between two looks at whether another number of processes is asked for."""
+"""Pause between two checks for a requested number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePlace:
-    """What is particular to a machine's workers in a round."""
+    """Place of a machine's workers in a round."""
 
     machine: int = 0
-    """The machine's number."""
     round: int
     first_rank: int = 0
-    """Of the workers that start together."""
+    """Rank of the first worker here among those that start together."""
     world_size: int
     host: str = LOOPBACK
-    """Where the workers that start together meet, with the port."""
+    """Host of the store, at `port`, through which the workers that start together connect."""
     port: int
     joins: bool = False
     """Whether the workers join a run in progress."""
@@ -76,7 +75,7 @@ class LiveWorker:
 
     name: str
     slot: int
-    """Which of the machine's processes it is; one that is started again has the slot of the lost one."""
+    """Index of its slot; a process that is started again has the slot of the lost one."""
     process: Started
     stopped_since: float | None = None
 
@@ -94,29 +93,29 @@ class LiveWorkers:
         self.notes = LiveNotes(self.store)
         self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
         self.running: dict[str, LiveWorker] = {}
-        """By name; the oldest first."""
+        """Running workers by name; the oldest first."""
         self.exits: dict[str, Exit] = {}
-        """Of members of the formation."""
+        """Exits of members of the formation, by name."""
         self.reports: dict[str, WorkerReport] = {}
         self.num_reports = 0
-        """That have been looked at."""
+        """Number of reports that have been read."""
         self.formation = Formation()
-        """The newest that this machine has been told."""
+        """Newest formation that this machine has received."""
         self.broken_since: float | None = None
-        """When the formation broke, until there is a new one."""
+        """Time at which the formation broke; None once there is a new one."""
         self.looked_at_stopped = self.looked_at_size = 0.0
         self.deaths: dict[int, ProcessFailure] = {}
-        """By slot, of members that were killed: failures if none is left."""
+        """Failures of killed members by slot: they count if no member is left."""
         self.failures: dict[int, ProcessFailure] = {}
-        """By slot: those that end the round."""
+        """Failures that end the round, by slot."""
         self.has_finished = False
-        """Whether a worker has ended regularly, or all are to end: none is started any more."""
+        """Whether a worker has ended regularly, or all have to end: none is started any more."""
         self.kills_before = oom_kills()
         self.terminal = os.dup(1), os.dup(2)
-        """For the worker that becomes rank 0."""
+        """Descriptors of the terminal, for the worker that becomes rank 0."""
 
     def state(self) -> MachineState:
-        """For the coordinator."""
+        """Return the machine's state for the coordinator."""
         return MachineState(
             round=self.place.round,
             workers={name: self.reports.get(name) for name in self.running},
@@ -132,36 +131,36 @@ class LiveWorkers:
 
     @property
     def is_calm(self) -> bool:
-        """Whether all that are to train do, and only an exit or `lockstep resize` can change that."""
+        """Whether all expected workers train, and only an exit or `lockstep resize` can change that."""
         formation = self.formation
         is_whole = formation.is_training and not (formation.is_broken or formation.is_wanted)
         is_known = all(name in formation.members or self._only_waits(name) for name in self.running)
         return is_whole and is_known and all(slot.due is None for slot in self.slots)
 
     def _only_waits(self, name: str) -> bool:
-        """Whether a worker that is no member has reported all that it can for now."""
+        """Return whether a worker that is no member has reported all that it can for now."""
         report = self.reports.get(name)
         return report is not None and (report.part is not None or name not in self.formation.assigned)
 
     def start_all(self) -> None:
-        """But for spares, which would compete with them: those are started once the others train."""
+        """Start all workers except spares, which start once the others train, as they would compete with them."""
         for number in range(self.start.processes):
             self._start(number, joins=self.place.joins)
 
     def look(self) -> None:
-        """Do what is due: for workers that have exited or are stopped, and for those that are to be started."""
+        """Handle exits, stopped workers, reports and requests to resize, and start the workers that are due."""
         self._kill_stopped()
         self._kill_late()
         for worker in [worker for worker in self.running.values() if worker.code is not None]:
             del self.running[worker.name]
-            self._exited(worker)
+            self._handle_exit(worker)
         self._read_reports()
         if not self.failures:
             self._resize()
             self._start_due()
 
     def follow(self, formation: Formation) -> None:
-        """Tell the workers of the newest formation."""
+        """Publish a newer formation to the workers."""
         if formation.version <= self.formation.version:
             return
         before, self.formation = self.formation, formation
@@ -183,15 +182,15 @@ class LiveWorkers:
         self._kill_waiting(self.state().leaving)
 
     def _kill_waiting(self, names: Iterable[str]) -> None:
-        """Those of them that are no members: they hold nothing that the others lack."""
+        """Kill those of these workers that are no members: they hold nothing that the others lack."""
         for name in [name for name in names if name not in self.formation.members]:
             self.running.pop(name).process.kill()
 
-    def _exited(self, worker: LiveWorker) -> None:
+    def _handle_exit(self, worker: LiveWorker) -> None:
         code, formation = worker.code, self.formation
         assert code is not None
         is_member = worker.name in formation.members
-        self.exits[worker.name] = Exit(code=code, text=self._told(worker, code))
+        self.exits[worker.name] = Exit(code=code, text=self._exit_text(worker, code))
         if code == 0:
             self.has_finished = True
             return
@@ -211,12 +210,12 @@ class LiveWorkers:
                 slot.schedule()
 
     def _replace(self, lost: Slot) -> None:
-        """Have a spare take the place of a lost worker, and what is started for that be the next spare."""
+        """Have a spare take the place of a lost worker, whose restarted process becomes the next spare."""
         spares = sorted(self._spares(), key=lambda worker: worker.name not in self.reports)
         if spares and not (lost.is_spare or lost.is_closed):
             self.slots[spares[0].slot].is_spare, lost.is_spare = False, True
 
-    def _told(self, worker: LiveWorker, code: int) -> str:
+    def _exit_text(self, worker: LiveWorker, code: int) -> str:
         if worker.name not in self.formation.members or code >= 0:
             return ""
         rank, kills_before = self.formation.members.index(worker.name), self.kills_before
@@ -271,7 +270,7 @@ class LiveWorkers:
         self.running[name] = LiveWorker(name=name, slot=slot, process=process)
 
     def _label(self, slot: int) -> str:
-        """For the names of files: the rank of those that start together."""
+        """Return a slot's name in files: for those that start together, the rank."""
         place = self.place
         is_later = place.joins or slot >= self.start.processes
         return f"{place.machine}-{slot}" if is_later and not place.is_alone else str(place.first_rank + slot)
@@ -300,7 +299,7 @@ class LiveWorkers:
             )
 
     def _variables(self, slot: int, *, joins: bool) -> dict[str, str]:
-        """What torchrun sets for every process; one that joins begins by itself."""
+        """Return the variables that torchrun sets for every process; one that joins starts as a world of its own."""
         error, place = self._error_file(slot), self.place
         with suppress(OSError):
             error.unlink()
@@ -354,7 +353,7 @@ class LiveWorkers:
                 self.running[name].process.kill()
 
     def begin_end(self, number: signal.Signals) -> None:
-        """Have the workers save and exit; those that wait to join are killed."""
+        """Have the workers save and exit; kill those that wait to join."""
         self.has_finished = True
         if self.formation.generation:
             self._kill_waiting(self.running)
@@ -366,7 +365,7 @@ class LiveWorkers:
                     os.kill(worker.process.pid, number)
 
     def wait_for_exits(self, seconds: float) -> None:
-        """Of members; others, such as spares, are killed."""
+        """Wait for the exits of members; kill others, such as spares."""
         if self.formation.generation:
             self._kill_waiting(self.running)
         end = time.monotonic() + seconds
@@ -378,7 +377,7 @@ class LiveWorkers:
                     self.failures.setdefault(worker.slot, self._process_failure(worker, worker.code))
 
     def close(self) -> None:
-        """Kill those that still run."""
+        """Kill the workers that still run."""
         for worker in self.running.values():
             worker.process.kill()
         for worker in self.running.values():
@@ -392,7 +391,7 @@ class LiveWorkers:
         return ProcessFailure(worker.slot, worker.process.pid, code, str(self._error_file(worker.slot)))
 
     def failure(self) -> Failure | None:
-        """The first failure, if any."""
+        """Return the first failure, if any."""
         if not self.failures:
             return None
         ranks = {self.place.first_rank + slot: failure for slot, failure in self.failures.items()}

@@ -1,8 +1,8 @@
-"""The nodes of a run: who has joined, who is lost, and the current round, which the leader decides for all (node 0, or
-its successor).
+"""The nodes of a run: which have joined, which are lost, and the current round, which the leader (node 0, or its
+successor) decides for all.
 
 Each node publishes one entry on the store and reads the round that the leader publishes. Entries are whole states, not
-messages, so nothing depends on who reads when. A node is lost when its heartbeat counter has not changed for
+messages, so nothing depends on the order of reads. A node is lost when its heartbeat counter has not changed for
 `launch.failure_timeout_seconds` by the reader's clock: clocks are never compared.
 """
 
@@ -30,11 +30,11 @@ from lockstep.launch.launch_config import LaunchSection
 
 HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
 BUSY_HEARTBEAT_SECONDS = 0.02
-"""With live recovery, while the machines agree on who goes on."""
+"""Pause between heartbeats with live recovery while the machines agree on a new formation."""
 LEAD = ".leader.lock"
-"""In the run's folder, locked by the leader with live recovery."""
+"""Lock file in the run's folder, held by the leader with live recovery."""
 NOTE = ".leader.json"
-"""In the run's folder, with live recovery: {"endpoint"} of a leader that is not node 0."""
+"""File in the run's folder, with live recovery: {"endpoint"} of a leader that is not node 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class RoundState:
     """One start of all worker groups, from rendezvous to the end of the workers."""
 
     number: int = 0
-    """From 1; 0 while the first rendezvous goes on."""
+    """Number of the round, from 1; 0 while the first rendezvous goes on."""
     members: tuple[int, ...] = ()
-    """The nodes that take part, by index, in the order of ranks."""
+    """Indices of the nodes that take part, in the order of ranks."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """What all of them start with: {"resume", "max_processes", "port"}."""
+    """Settings that all of them start with: {"resume", "max_processes", "port", "sizes"}."""
     end_reason: str = ""
     """Why all members end this round now, if they do."""
     is_graceful: bool = False
@@ -56,13 +56,13 @@ class RoundState:
     term: int = 0
     """How often another node has become the leader."""
     standbys: Mapping[str, str] = field(default_factory=dict)
-    """With live recovery, HOST:PORT of the store that each member, by index, serves if it becomes the leader."""
+    """HOST:PORT of the store that each member, by index, serves if it becomes the leader (live recovery)."""
     evicted: tuple[int, ...] = ()
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
     replaced: tuple[int, ...] = ()
-    """Those of them that have come back, or for which the scheduler was asked for another node."""
+    """Evicted nodes that have come back, or for which the scheduler was asked for another node."""
     formation: Mapping[str, Any] | None = None
-    """With live recovery, the newest live_notes.Formation of this round."""
+    """Newest live_notes.Formation of this round (live recovery)."""
     result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
 
@@ -80,17 +80,17 @@ class Membership:
         is_first = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_local()
         self.is_leader = is_first and not follows
         self.standby: StoreServer | None = None
-        """With live recovery on several nodes, the store that this node serves if it becomes the leader."""
+        """Store that this node serves if it becomes the leader, with live recovery on several nodes."""
         self.lead: FileLock | None = None
-        """On the leader with live recovery on several nodes, a lock in the run's folder."""
+        """Lock in the run's folder, on the leader with live recovery on several nodes."""
         self.section = section
         self.index = 0
         """This node's number in the order of joining."""
         self.round = RoundState()
         self.entries: dict[int, dict[str, Any]] = {}
-        """On the leader: the entries of all nodes, its own included."""
+        """Entries of all nodes, its own included, on the leader."""
         self.last_contact = time.monotonic()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         self._entry: dict[str, Any] = {
             "node_rank": 0 if self.is_leader else node_rank,
             "host": platform.node(),
@@ -98,13 +98,13 @@ class Membership:
             "heartbeat": 0,
         }
         self._heartbeats: dict[int, tuple[int, float]] = {}
-        """Node -> its last heartbeat and when that was read."""
+        """Node -> its last heartbeat and the time at which that was read."""
         self._failure_times: dict[tuple[int, int], float] = {}
         self._nonce_file: Path | None = None
-        """On the leader: a file by which the others check that they see the same folder."""
+        """File by which the others check that they see the same folder, on the leader."""
         self._changed = threading.Condition()
         self._closed, self._is_due = threading.Event(), threading.Event()
-        """Whether the thread is to end; whether it is to send a heartbeat at once."""
+        """Set for the thread to end; set for it to send a heartbeat at once."""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -140,13 +140,13 @@ class Membership:
 
     @property
     def can_withdraw(self) -> bool:
-        """Whether a signal to this node is not one to the run: the others go on without it."""
+        """Whether a signal to this node ends only this node: the others go on without it."""
         return self.is_replacement and not self.is_leader
 
     # ---- joining
 
     def agree_on_name(self, name: str) -> str:
-        """The run's name on all nodes: the leader's. Raises Rejection for another version of Lockstep or torch."""
+        """Return the leader's name of the run. Raises Rejection for another version of Lockstep or torch."""
         if self.is_leader:
             return name
         assert isinstance(self.store, StoreClient)
@@ -179,7 +179,7 @@ class Membership:
         return self.section.recovers_live and not self.is_alone
 
     def take_lead(self, folder: Path) -> bool:
-        """Lock the run's folder -> whether no other process that lives has done so."""
+        """Lock the run's folder for the leader -> whether no other process holds the lock."""
         lock = FileLock(folder / LEAD, timeout=0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class Membership:
         return self.store.add("nodes", 1) - 1
 
     def rejection(self) -> LaunchError | None:
-        """On the leader: why a node cannot join, if one reported so."""
+        """Return why a node cannot join, if one has reported it to the leader."""
         assert isinstance(self.store, StoreServer)
         return admission.rejection(self.store)
 
@@ -213,12 +213,12 @@ class Membership:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What this node publishes."""
+        """Copy of the entry that this node publishes."""
         with self._changed:
             return dict(self._entry)
 
     def move_to(self, store: Store, endpoint: Endpoint, *, entries: Mapping[int, dict[str, Any]] | None = None) -> None:
-        """Go on with another leader's store; that of this node itself, with the `entries` of the others, if given."""
+        """Switch to another leader's store, or with `entries` of the others to this node's own, as the leader."""
         now = time.monotonic()
         with self._changed:
             self.store, self.endpoint, self.is_leader = store, endpoint, entries is not None
@@ -228,7 +228,7 @@ class Membership:
         self._start_heartbeats()
 
     def publish_round(self, **changes: Any) -> RoundState:
-        """On the leader: change the round, for all nodes."""
+        """Change the round for all nodes, as the leader."""
         with self._changed:
             self.round = replace(self.round, **changes)
             standbys = {str(i): self.entries.get(i, {}).get("standby", "") for i in self.round.members}
@@ -238,7 +238,7 @@ class Membership:
         return self.round
 
     def evict(self, indices: Iterable[int]) -> None:
-        """On the leader: declare nodes lost."""
+        """Declare nodes lost, as the leader."""
         if new := [index for index in indices if index not in self.round.evicted]:
             self.publish_round(evicted=(*self.round.evicted, *new))
 
@@ -255,7 +255,7 @@ class Membership:
         return True
 
     def disconnected(self) -> str | None:
-        """Why this node cannot go on, if so: the leader does not answer, or has evicted it."""
+        """Return why this node cannot go on, if so: the leader does not answer, or has evicted it."""
         if self.is_leader:
             return None
         if self.index in self.round.evicted:
@@ -272,35 +272,35 @@ class Membership:
         return f"node {index} ({host})"
 
     def outcome(self, index: int, number: int) -> dict[str, Any] | None:
-        """How a round ended on a node, if it has: {"round", "failure"}."""
+        """Return how a round ended on a node, if it has: {"round", "failure"}."""
         outcome = self.entries.get(index, {}).get("outcome") or {}
         return outcome if outcome.get("round") == number else None
 
     @property
     def meeting(self) -> Endpoint:
-        """The round's store, where its processes find each other."""
+        """Address of the round's store, through which its processes connect."""
         return replace(self.endpoint, port=self.round.plan["port"])
 
     def machine_states(self, number: int) -> dict[int, MachineState]:
-        """With live recovery, those of the other members that have begun this round."""
+        """Return the states of the other members that have started this round (live recovery)."""
         plain = {i: self.entries.get(i, {}).get("live") for i in self.round.members if i != self.index}
         return {i: MachineState.from_plain(each) for i, each in plain.items() if each and each["round"] == number}
 
     def seconds_since_failure(self, index: int, number: int) -> float:
-        """Since the leader learned that a round failed on a node; 0 if it has not."""
+        """Return the seconds since the leader learned that a round failed on a node; 0 if it has not."""
         outcome = self.outcome(index, number)
         if outcome is None or outcome["failure"] is None:
             return 0.0
         return self.last_contact - self._failure_times.setdefault((index, number), self.last_contact)
 
     def seconds_since_heartbeat(self, index: int) -> float:
-        """From a node's last heartbeat to the last read of its entry; 0 for a node that has left."""
+        """Return the seconds from a node's last heartbeat to the last read of its entry; 0 for a node that has left."""
         if index not in self._heartbeats or self.entries[index].get("left"):
             return 0.0
         return self.last_contact - self._heartbeats[index][1]
 
     def is_lost(self, index: int) -> bool:
-        """Whether a node was evicted, has withdrawn, has missed its heartbeats, or was started a second time."""
+        """Return whether a node was evicted, has withdrawn, has missed its heartbeats, or was started a second time."""
         entry = self.entries.get(index, {})
         if index in self.round.evicted or entry.get("has_withdrawn"):
             return True
@@ -311,7 +311,7 @@ class Membership:
         return is_replaced or self.seconds_since_heartbeat(index) > self.section.machine_timeout_seconds
 
     def present(self) -> list[int]:
-        """The nodes that could take part in a round, in the order of ranks."""
+        """List the nodes that could take part in a round, in the order of ranks."""
         present = [
             i
             for i, entry in self.entries.items()
@@ -323,7 +323,7 @@ class Membership:
     # ---- the heartbeat thread
 
     def _start_heartbeats(self) -> None:
-        """A thread for each store: one that waits for a machine that is lost may wait for long."""
+        """Start a thread for this store: one that waits for a machine that is lost may wait for long."""
         self._thread = threading.Thread(target=self._heartbeat_loop, args=(self.store,), name="membership", daemon=True)
         self._thread.start()
 
@@ -338,7 +338,7 @@ class Membership:
 
     @property
     def _pause_seconds(self) -> float:
-        """Between two heartbeats."""
+        """Pause between two heartbeats."""
         if not self.section.recovers_live:
             return HEARTBEAT_SECONDS
         formation = self.round.formation or {}

@@ -1,4 +1,4 @@
-"""What every node of a run does: join, run a worker group in each round, and leave."""
+"""A node of a run: it joins, runs a worker group in each round, and leaves."""
 
 import dataclasses
 import logging
@@ -35,11 +35,11 @@ from lockstep.launch.launch_config import LaunchSection
 REPLACE_SECONDS = 20.0
 """How long a machine that was lost may take to come back by itself, before another one is asked for."""
 Replace = Callable[[int, str], str]
-"""Has a machine with a node rank started that joins at a rendezvous -> what happens, for the user; or LaunchError."""
+"""Function of a node rank and a rendezvous that requests another machine -> a message for the user; or LaunchError."""
 
 
 class Replacements:
-    """Of the machines that a node has seen lost while it led the run."""
+    """Replacement of the machines that are lost while this node leads the run."""
 
     def __init__(self, membership: Membership, replace: Replace) -> None:
         self.membership, self.replace = membership, replace
@@ -61,16 +61,16 @@ class Replacements:
         back = {entries[index]["node_rank"] for index in membership.present() if index in entries}
         for index in due:
             if entries.get(index, {}).get("node_rank") not in {None, *back}:
-                rank = membership.section.max_nodes + index  # no other has it: who has the same is taken for lost
-                asked = partial(self.replace, rank, str(membership.endpoint))
-                arguments = (membership.node_name(index), asked)
+                rank = membership.section.max_nodes + index  # unique: of two with one rank, the first is lost
+                request_machine = partial(self.replace, rank, str(membership.endpoint))
+                arguments = (membership.node_name(index), request_machine)
                 threading.Thread(target=_replace, args=arguments, name="replacement", daemon=True).start()
 
 
-def _replace(name: str, asked: Callable[[], str]) -> None:
-    """In a thread, since a scheduler may take its time."""
+def _replace(name: str, request_machine: Callable[[], str]) -> None:
+    """Request a machine, in a thread of its own, since a scheduler may take its time."""
     try:
-        text = f"{name}: {asked()}"
+        text = f"{name}: {request_machine()}"
     except LaunchError as error:
         text = f"{name} is not replaced: {error}"
     sys.stderr.write(f"{text}\n")
@@ -161,7 +161,7 @@ class Node:
             done.add(state.number)
 
     def _is_called(self, done: set[int]) -> bool:
-        """Whether this node takes part in a new round; with live recovery, perhaps from the middle of one."""
+        """Return whether this node takes part in a new round; with live recovery, perhaps from the middle of one."""
         state = self.membership.round
         return state.number not in done and (not self.is_live or self.membership.index in state.members)
 
@@ -205,9 +205,9 @@ class Node:
         )
 
     def _round_end(self, number: int) -> RoundEnded | None:
-        """Whether this round has to end."""
+        """Return the end of this round, if it has to end."""
         membership = self.membership
-        if (text := membership.disconnected()) and not self._is_succeeded():
+        if (text := membership.disconnected()) and not self._find_successor():
             return RoundEnded(text, is_graceful=False)
         if membership.is_leader and not membership.is_alone:
             Leader.check_round(membership)
@@ -218,8 +218,8 @@ class Node:
             return RoundEnded(state.end_reason, is_graceful=state.is_graceful)
         return None
 
-    def _is_succeeded(self) -> bool:
-        """Whether another node has taken the place of the leader, which is lost."""
+    def _find_successor(self) -> bool:
+        """Find a successor of the lost leader, or become it -> whether there is one."""
         membership = self.membership
         formation = membership.round.formation
         if not (self.is_live and formation and formation["is_training"]):
@@ -244,7 +244,7 @@ class Node:
             self.membership.publish(outcome={"round": self.membership.round.number, "failure": asdict(failure)})
 
     def _wait_for_others_to_leave(self, seconds: float) -> None:
-        """On the leader: keep the store open meanwhile."""
+        """Keep the leader's store open meanwhile."""
         membership = self.membership
         if membership.is_leader and not membership.is_alone:
             with suppress(SignalException):  # one more signal: wait no longer
@@ -252,15 +252,15 @@ class Node:
 
 
 def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The command with `--resume auto`, whatever the user's --resume was."""
+    """Return the command with `--resume auto`, whatever the user's --resume was."""
     return tuple("auto" if before == "--resume" else word for before, word in zip(("", *argv), argv, strict=False))
 
 
 def worker_plan(
     section: LaunchSection, request: Request, *, threads: int, shards: int, endpoint: Endpoint | None
 ) -> Plan:
-    """A node's worker command and the number of workers; raises LaunchError for more processes than GPUs, and for
-    what this machine lacks."""
+    """Return a node's worker command and the number of workers. Raises LaunchError for more processes than GPUs, and
+    for what this machine lacks."""
     section.check_machine(threads)
     interface = interface_to(endpoint) if endpoint else None
     return Plan(

@@ -41,12 +41,12 @@ class Endpoint:
         return cls(host=host, port=int(port))
 
     def address(self) -> tuple[socket.AddressFamily, str]:
-        """Address family and numeric address. Raises OSError if the name does not resolve."""
+        """Return address family and numeric address. Raises OSError if the name does not resolve."""
         family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         return family, str(address[0])
 
     def is_local(self) -> bool:
-        """Whether the address belongs to this machine, so that it can be bound."""
+        """Return whether the address belongs to this machine, so that it can be bound."""
         try:
             family, address = self.address()
             with socket.socket(family) as probe:
@@ -57,8 +57,7 @@ class Endpoint:
 
 
 def serve_store(endpoint: Endpoint) -> StoreServer:
-    """A store that this process serves to those that know the run's secret, once it is opened to them; port 0 means any
-    free port. Raises LaunchError."""
+    """Serve a store, which has to be opened to other processes; port 0 means any free port. Raises LaunchError."""
     return StoreServer(_listener(endpoint), STORE_TIMEOUT)
 
 
@@ -133,7 +132,7 @@ def greeted(endpoint: Endpoint, *, seconds: float) -> StoreClient:
 
 
 def address_to(endpoint: Endpoint) -> str | None:
-    """This machine's own address on the route to the endpoint; None if unknown."""
+    """Return this machine's own address on the route to the endpoint; None if unknown."""
     try:
         family, address = endpoint.address()
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: it only looks up the route
@@ -144,7 +143,7 @@ def address_to(endpoint: Endpoint) -> str | None:
 
 
 def answers(endpoint: Endpoint, *, seconds: float) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens there."""
     try:
         socket.create_connection((endpoint.host, endpoint.port), timeout=seconds).close()
     except OSError:
@@ -153,7 +152,7 @@ def answers(endpoint: Endpoint, *, seconds: float) -> bool:
 
 
 def interface_to(endpoint: Endpoint) -> str | None:
-    """This machine's network interface that routes to the endpoint; None if unknown."""
+    """Return this machine's network interface that routes to the endpoint; None if unknown."""
     own = address_to(endpoint)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):

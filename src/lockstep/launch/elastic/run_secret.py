@@ -1,4 +1,4 @@
-"""The secret of a run: who cannot read it is no part of the run. It is a file in the run's folder that only its owner
+"""The secret of a run, which a process has to know to take part. It is a file in the run's folder that only its owner
 may read, and is never in a command, in the environment or in a log."""
 
 import errno
@@ -15,7 +15,7 @@ from lockstep.base.world import World
 
 FILE = ".secret"
 VARIABLE = "LOCKSTEP_SECRET"
-"""Of a process: the folder that has the secret of its run. Lockstep's launchers set it; with torchrun a user can."""
+"""Variable that names the folder with a run's secret. Lockstep's launchers set it; with torchrun a user can."""
 BYTES = 32
 
 
@@ -24,8 +24,8 @@ class _Exposed(OSError):
 
 
 def create(folder: Path) -> bytes:
-    """The secret of the run in this folder, which gets one unless it has one already; one that another user could have
-    written or read is replaced, and this is said. Raises LaunchError."""
+    """Return the secret of the run in this folder, creating it where there is none. One that another user could have
+    written or read is replaced, with a message. Raises LaunchError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _ensure(folder)
@@ -35,8 +35,8 @@ def create(folder: Path) -> bytes:
 
 
 def read(folder: Path) -> bytes:
-    """The secret of the run in this folder; on a file system without permissions, this user's. Raises OSError where
-    there is none, or this user may not read it."""
+    """Return the secret of the run in this folder; on a file system without permissions, this user's. Raises OSError
+    where there is none, or this user may not read it."""
     try:
         return _read(folder)
     except _Exposed:
@@ -46,8 +46,8 @@ def read(folder: Path) -> bytes:
 
 
 def of_process(world: World) -> bytes | None:
-    """The secret that the processes of this one's run share: that of its launcher or, where torchrun or a script has
-    started all of them on one machine, this user's. None where there is neither. Raises LaunchError."""
+    """Return the secret that the processes of this one's run share: that of its launcher or, where torchrun or a script
+    has started all of them on one machine, this user's. None where there is neither. Raises LaunchError."""
     if folder := os.environ.get(VARIABLE):
         try:
             return read(Path(folder))
@@ -58,7 +58,7 @@ def of_process(world: World) -> bytes | None:
 
 @cache
 def _of_user() -> bytes | None:
-    """None where this user has no home."""
+    """Return this user's own secret; None where the user has no home."""
     folder = trust.state_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,9 +79,9 @@ def _read(folder: Path) -> bytes:
 
 
 def _ensure(folder: Path) -> None:
-    """Of two processes that come at once, both keep what the first has written."""
+    """Create the secret where it is missing; of two processes at once, both keep what the first has written."""
     file, own = folder / FILE, folder / f"{FILE}.{secrets.token_hex(4)}"
-    judged = file.lstat().st_ino if os.path.lexists(file) else None
+    read_inode = file.lstat().st_ino if os.path.lexists(file) else None
     try:
         _read(folder)
         return
@@ -92,7 +92,7 @@ def _ensure(folder: Path) -> None:
         if file.is_dir():
             raise
         file.replace(own)
-        if own.lstat().st_ino != judged:  # that of a process that was faster
+        if own.lstat().st_ino != read_inode:  # that of a process that was faster
             os.link(own, file)
         own.unlink()
     with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:

@@ -13,19 +13,19 @@ import psutil
 
 LOOK_SECONDS = 1.0
 FROZEN_SECONDS = 5.0
-"""After a longer pause between two looks, this process was stopped itself: older looks mean nothing."""
+"""Longest pause between two checks, after which this process counts as stopped itself and older checks are dropped."""
 RANKS_SECONDS = 10.0
-"""How much longer than the ranks the launcher waits, so that they come first."""
+"""Time that the launcher waits longer than the ranks, so that they come first."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class StoppedWorkers:
-    """Looks at the state of the workers, at most once a second."""
+    """Checks the state of the workers, at most once a second."""
 
     def __init__(self, failure_timeout_seconds: float) -> None:
         self.limit = failure_timeout_seconds + RANKS_SECONDS
         self._since: dict[int, float] = {}
-        """Process id -> when it was first seen stopped."""
+        """Process id -> time at which it was first seen stopped."""
         self._looked = time.monotonic()
 
     def kill(self, workers: Iterable[int]) -> None:

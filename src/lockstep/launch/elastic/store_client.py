@@ -24,21 +24,21 @@ from lockstep.launch.elastic.store_server import (
 MARGIN_SECONDS = 60.0
 """How much longer than a request may take there its answer may take."""
 LONGEST_SECONDS = 1e6
-"""Of waiting for an answer, that poll() takes."""
+"""Longest timeout that poll() takes."""
 
 
 class StoreClient(Store):
     """Methods raise DistNetworkError where the server is lost, DistStoreError after the timeout."""
 
     def __init__(self, host: str, port: int, *, timeout: timedelta, connect_seconds: float = ADMISSION_SECONDS) -> None:
-        """Connects; `prove` has to follow. Raises OSError."""
+        """Connect; `prove` has to follow. Raises OSError."""
         super().__init__()
         self.host, self.port = host, port
         self.set_timeout(timeout)
         self.greeting: dict[str, str] = {}
         self._secret = b""
         self._clones: list[StoreClient] = []
-        """Kept, since C++ holds a clone but not its Python object."""
+        """Clones, referenced here since C++ holds a clone but not its Python object."""
         self._busy = threading.Lock()
         sock = socket.create_connection((host, port), timeout=connect_seconds)
         sock.settimeout(None)
@@ -46,7 +46,7 @@ class StoreClient(Store):
         self._connection = Connection(sock.detach())
 
     def read_greeting(self, *, seconds: float = ADMISSION_SECONDS) -> None:
-        """What the server says of itself, to everybody, waiting for it so long. Raises DistError."""
+        """Read the server's greeting, which is public, waiting for it so long. Raises DistError."""
 
         def read() -> None:
             limit_waiting(self._connection, ADMISSION_SECONDS)
@@ -55,11 +55,11 @@ class StoreClient(Store):
             greeting = json.loads(self._connection.recv_bytes(LARGEST_FIRST))
             self.greeting = {key: str(value) for key, value in greeting.items()}
 
-        self._shaking_hands(read)
+        self._handshake(read)
 
     def reject(self, *, text: str, code: str) -> None:
-        """Instead of `prove`: say why this process cannot join. Raises DistNetworkError."""
-        self._shaking_hands(lambda: self._connection.send_bytes(json.dumps({"text": text, "code": code}).encode()))
+        """Report, instead of `prove`, why this process cannot join. Raises DistNetworkError."""
+        self._handshake(lambda: self._connection.send_bytes(json.dumps({"text": text, "code": code}).encode()))
         self.close()
 
     def close(self) -> None:
@@ -70,8 +70,7 @@ class StoreClient(Store):
         shut_down(self._connection)
 
     def prove(self, secret: bytes) -> "StoreClient":
-        """After the greeting: show that this process knows the secret, and see that the server does. Raises
-        DistNetworkError."""
+        """Prove to know the secret, and check that the server does, after the greeting. Raises DistNetworkError."""
 
         def prove() -> None:
             self._connection.send_bytes(b"null")
@@ -79,11 +78,11 @@ class StoreClient(Store):
             deliver_challenge(self._connection, secret)
             limit_waiting(self._connection, 0)
 
-        self._shaking_hands(prove)
+        self._handshake(prove)
         self._secret = secret
         return self
 
-    def _shaking_hands(self, step: Callable[[], None]) -> None:
+    def _handshake(self, step: Callable[[], None]) -> None:
         try:
             step()
         except AuthenticationError:
@@ -118,7 +117,7 @@ class StoreClient(Store):
     # ---- what torch.distributed calls, and Lockstep's own notes
 
     def clone(self) -> "StoreClient":
-        """With a connection of its own."""
+        """Return a client with a connection of its own."""
         copy = connected(self.host, self.port, self._secret, timeout=timedelta(seconds=self._seconds))
         self._clones.append(copy)
         return copy
@@ -146,7 +145,7 @@ class StoreClient(Store):
 
 
 def connected(host: str, port: int, secret: bytes, *, timeout: timedelta) -> StoreClient:
-    """Raises DistError."""
+    """Connect, and prove to know the secret. Raises DistError."""
     try:
         client = StoreClient(host, port, timeout=timeout)
     except OSError as error:

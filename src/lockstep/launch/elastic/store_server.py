@@ -24,25 +24,25 @@ from torch.distributed import DistStoreError, Store
 ADMISSION_SECONDS = 5.0
 """How long a client may take for each of its first messages."""
 MOST_STRANGERS = 256
-"""Clients at a time that have not proved to know the secret; more are turned away."""
+"""Limit of clients at a time that have not proved to know the secret; more are turned away."""
 STRANGER_SECONDS = 30.0
-"""How long a client may be one of them, where others come."""
+"""Longest time that a client may be one of them, where others come."""
 LARGEST_FIRST, LARGEST = 8192, 2**26
 """Bytes of a message of a client before it is admitted, and afterwards."""
 PAUSE_SECONDS = 0.05
-"""Before another connection is accepted, after one could not be."""
+"""Pause before another connection is accepted, after one could not be."""
 WATCH_SECONDS = 1.0
-"""Between two looks at whether a client that waits is still there."""
+"""Pause between two checks whether a waiting client is still connected."""
 LOST = (OSError, EOFError)
-"""What the loss of the other side leads to."""
+"""Errors that the loss of the other side leads to."""
 SILENT = (EOFError, ConnectionError, BlockingIOError)
-"""What that leads to which only looked whether somebody is here, or was killed before it could prove itself."""
+"""Errors of clients that only probe the port, or were killed before they could prove to know the secret."""
 STRANGE = (*LOST, ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError, AuthenticationError)
-"""What that leads to which is none of ours."""
+"""Errors of clients that do not belong to the run."""
 
 
 def limit_waiting(connection: Connection, seconds: float) -> None:
-    """Of each read and write; 0: no limit."""
+    """Limit the time of each read and write; 0: no limit."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=connection.fileno()) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -51,7 +51,7 @@ def limit_waiting(connection: Connection, seconds: float) -> None:
 
 
 def shut_down(connection: Connection) -> None:
-    """Wake a thread that waits for the other side, which is lost to it."""
+    """Shut a connection down, which wakes a thread that waits for the other side."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as copy:
         copy.shutdown(socket.SHUT_RDWR)
 
@@ -60,25 +60,25 @@ class StoreServer(Store):
     """The store, for this process itself; `port` is where others connect. They wait until it is opened to them."""
 
     def __init__(self, listener: socket.socket, timeout: timedelta) -> None:
-        """`listener`: bound to the address that is to be served. `timeout`: of get and wait."""
+        """`listener`: socket bound to the address to serve. `timeout`: of get and wait."""
         super().__init__()
         self.port: int = listener.getsockname()[1]
         self.refused = 0
-        """Clients that said something else than who knows the secret, or came when too many others did."""
+        """Number of clients that did not prove to know the secret, or came when too many others did."""
         self.rejection: dict[str, str] | None = None
-        """Why somebody cannot join the run, as it said itself, before it was admitted."""
+        """Reason why a node cannot join the run, as it reported before it was admitted."""
         self._listener, self._timeout = listener, timeout
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._strangers: dict[Connection, float] = {}
-        """And since when."""
+        """Clients that are not admitted yet -> time of their connection."""
         self._secret: bytes | None = None
         self._greeting: dict[str, str] = {}
         self._is_closed = False
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def open_to(self, secret: bytes, greeting: dict[str, str] | None = None) -> "StoreServer":
-        """Admit those that know the secret, after a greeting to everybody."""
+        """Admit clients that know the secret, after a greeting to everybody."""
         with self._changed:
             self._secret, self._greeting = secret, greeting or {}
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class StoreServer(Store):
         self._wait(keys, (timeout or self._timeout).total_seconds(), client=None)
 
     def _wait(self, keys: Sequence[str], seconds: float, *, client: Connection | None) -> None:
-        """Raises DistStoreError in the end, EOFError when the client is lost meanwhile."""
+        """Wait for keys. Raises DistStoreError after the timeout, EOFError when the client is lost meanwhile."""
         end = time.monotonic() + seconds
         with self._changed:
             while not self.check(keys):
@@ -190,7 +190,7 @@ class StoreServer(Store):
         return True
 
     def _answer(self, request: list[Any], connection: Connection) -> list[Any]:
-        """[True, the result] or [False, why there is none]."""
+        """Return [True, the result] or [False, why there is none]."""
         name, *values = request
         try:
             if name == "set":

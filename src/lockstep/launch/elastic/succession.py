@@ -1,4 +1,4 @@
-"""Who decides after the leader is lost, with launch.recovery=live on several machines: its workers train on meanwhile.
+"""Succession of a lost leader, with launch.recovery=live on several machines: the workers train on meanwhile.
 
 All nodes that miss the leader turn to the first of them, which decides from then on if most of the machines that train
 together have come; of two machines the one that is left, once it has locked the run's folder, which the lost one no
@@ -33,7 +33,7 @@ LARGEST_NOTE = 4096
 
 
 def other_leader(folder: Path) -> Endpoint | None:
-    """Where the leader of this run is, if that is not node 0, and it answers."""
+    """Return the address of this run's leader, if that is not node 0, and it answers."""
     with suppress(OSError, ValueError, KeyError, TypeError, LaunchError):
         endpoint = Endpoint.parse(str(json.loads(storage.read_regular(folder / NOTE, LARGEST_NOTE))["endpoint"]))
         if answers(endpoint, seconds=ANSWER_SECONDS):
@@ -42,8 +42,7 @@ def other_leader(folder: Path) -> Endpoint | None:
 
 
 def awaited_leader(folder: Path, section: LaunchSection) -> Endpoint | None:
-    """Where the leader of this run is, for a node 0 that is started again: after a kill the others may not have missed
-    it yet."""
+    """Return the leader's address for a restarted node 0, waiting while the others may not have missed it yet."""
     seconds = section.machine_timeout_seconds + GATHER_SECONDS + MARGIN_SECONDS
     other = other_leader(folder)
     if other is not None or not any(folder.glob(f"{NONCE_PREFIX}*")):
@@ -94,7 +93,7 @@ def _turn_to(membership: Membership, index: int, folder: Path) -> bool:
 def _take_over(membership: Membership, state: RoundState, folder: Path) -> bool:
     assert membership.standby is not None
     store, own = membership.standby, membership.index
-    came = _gathered(store, state, [i for i in state.members if i not in {own, state.leader}])
+    came = _gather_entries(store, state, [i for i in state.members if i not in {own, state.leader}])
     assert state.formation is not None
     machines = set(Formation.from_plain(state.formation).machines)
     here = 2 * len(machines & {own, *came})
@@ -121,8 +120,8 @@ def _take_over(membership: Membership, state: RoundState, folder: Path) -> bool:
     return True
 
 
-def _gathered(store: Store, state: RoundState, others: list[int]) -> dict[int, dict[str, Any]]:
-    """The entries of the nodes that turn to this one."""
+def _gather_entries(store: Store, state: RoundState, others: list[int]) -> dict[int, dict[str, Any]]:
+    """Return the entries of the nodes that turn to this one."""
     came: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + GATHER_SECONDS
     while len(came) < len(others) and time.monotonic() < end:
