@@ -11,12 +11,12 @@ from lockstep.base.errors import LaunchError, nearest
 from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores, recovers_over_nccl
 
 MOST_PROCESSES = 4096
-"""Per machine."""
+"""Limit of processes per machine."""
 MAX_PER_CORE = 8
 """Processes per core, or threads of one process: more would only compete."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MISSED_HEARTBEATS = 3
-"""After so many a machine counts as lost."""
+"""Number of missed heartbeats after which a machine counts as lost."""
 OWN_VARIABLES = {*LAUNCH_VARIABLES, "MASTER_ADDR", "MASTER_PORT", SHARES_GPUS}
 """Variables that the launcher sets for each process."""
 
@@ -88,17 +88,17 @@ class LaunchSection(PluginSection):
 
     @property
     def machine_timeout_seconds(self) -> float:
-        """A machine that sends no heartbeat for this long counts as lost."""
+        """Seconds without a heartbeat after which a machine counts as lost."""
         return self.failure_timeout_seconds
 
     @property
     def worker_timeout_seconds(self) -> float:
-        """With live recovery, a process that is stopped for this long counts as lost."""
+        """Seconds after which a stopped process counts as lost (live recovery)."""
         return self.failure_timeout_seconds
 
     @property
     def spare_processes(self) -> int:
-        """With live recovery, processes per machine that wait to take the place of a lost one."""
+        """Processes per machine that wait to take the place of a lost one (live recovery)."""
         return 0
 
     @property
@@ -130,7 +130,7 @@ class LaunchSection(PluginSection):
                 )
 
     def processes_here(self, threads: int, shards: int) -> int:
-        """The number of processes on this machine, with `threads` threads each, for `shards` shards per step.
+        """Return the number of processes on this machine, with `threads` threads each, for `shards` shards per step.
 
         Raises LaunchError for more processes than GPUs, and for GPUs with live recovery, unless they are shared.
         """
@@ -154,19 +154,19 @@ class LaunchSection(PluginSection):
 
 
 class LiveLaunchSection(LaunchSection):
-    """Of launchers whose runs can go on where a process is lost."""
+    """Settings of launchers whose runs can go on where a process is lost."""
 
     recovery: Literal["auto", "restart", "live"] = "auto"
     """After the loss of a process: restart all from the newest checkpoint; or live: the others redo the step without
     it and go on, until it is back (parallel.kind=ddp, and fsdp with replicas). auto: live with spares, and on one
     Linux machine without GPUs where that is possible."""
     heartbeat_seconds: float = Field(1.0, ge=0.2, le=MANY)
-    """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
-    counts as lost."""
+    """A process that is stopped for this long, or a machine that is silent for three times as long, counts as lost
+    (with live recovery)."""
 
     spares: int = Field(0, ge=0, le=MOST_PROCESSES)
-    """With live recovery, further processes per machine that wait, with everything loaded, to take the place of a lost
-    one at once."""
+    """Further processes per machine that wait, with everything loaded, to take the place of a lost one at once (with
+    live recovery)."""
 
     @model_validator(mode="after")
     def _spares_take_over(self) -> Self:
@@ -181,15 +181,12 @@ class LiveLaunchSection(LaunchSection):
 
     @property
     def spare_processes(self) -> int:
-        """With live recovery, processes per machine that wait to take the place of a lost one."""
         return self.spares
 
     @property
     def machine_timeout_seconds(self) -> float:
-        """A machine that sends no heartbeat for this long counts as lost."""
         return MISSED_HEARTBEATS * self.heartbeat_seconds if self.recovers_live else self.failure_timeout_seconds
 
     @property
     def worker_timeout_seconds(self) -> float:
-        """With live recovery, a process that is stopped for this long counts as lost."""
         return self.heartbeat_seconds

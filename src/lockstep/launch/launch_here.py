@@ -37,7 +37,7 @@ def launch_here(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "laun
 
 
 def _outlets() -> dict[int, OutputPipe]:
-    """By file descriptor of rank 0. Its errors always come this way: they are the last words."""
+    """Return pipes by file descriptor of rank 0; one is always for its errors, which explain a failure."""
     if sys.platform == "win32":
         return {}
     found = {2: OutputPipe(sys.stderr)}
@@ -45,7 +45,7 @@ def _outlets() -> dict[int, OutputPipe]:
 
 
 def _is_own_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that a child process inherits, and can show a progress bar on."""
+    """Return whether a stream is a terminal that a child process inherits, and can show a progress bar on."""
     try:
         return stream.fileno() == 1 and stream.isatty()
     except (OSError, ValueError, AttributeError):  # a notebook's, or of redirect_stdout

@@ -1,4 +1,4 @@
-"""From a recipe to running processes: on this machine, as one node of several, or through a scheduler."""
+"""Starts the processes of a recipe: on this machine, as one node of several, or through a scheduler."""
 
 import json
 import sys
@@ -28,9 +28,9 @@ from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 REJOIN_SECONDS, ANSWER_SECONDS = 0.5, 1.0
-"""Between two looks for a leader; how long it may take to answer."""
+"""Pause between two searches for a leader; time that it may take to answer."""
 JOB = "job.json"
-"""In the run's folder: the kind of launcher, and its note on the job."""
+"""File in the run's folder with the kind of launcher, and its note on the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class NodeAddress:
 
     endpoint: Endpoint
     node_rank: int | None
-    """None: this is node 0 if the endpoint points to this machine."""
+    """Rank of this node; None: it is node 0 if the endpoint points to this machine."""
 
     @property
     def is_leader(self) -> bool:
@@ -47,7 +47,7 @@ class NodeAddress:
 
 
 def node_address(recipe: Recipe, rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
-    """From the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
+    """Parse the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
     nodes = recipe.launch.max_nodes
     joins = recipe.launch.recovers_live  # a machine that takes the place of a lost one has a number of its own
     if node_rank is not None and node_rank >= nodes and not joins:
@@ -67,15 +67,15 @@ def build_launcher(recipe: Recipe) -> Launcher:
 
 
 def build_request(recipe: Recipe, arguments: tuple[str, ...], name: str = "launch") -> Request:
-    """The launcher's input; a `name` other than "launch" is for processes that do not train, such as an evaluation."""
+    """Build the launcher's input; a `name` other than "launch" is for processes that do not train (an evaluation)."""
     file = recipe.folder / f"{name}.yaml"  # recipe.yaml is written by the worker, once the run is known to be resumable
     return Request(recipe=file, text=config.dump(recipe), arguments=arguments)
 
 
 @contextmanager
 def using_devices(recipe: Recipe) -> Iterator[None]:
-    """Inside, processes are planned and started with the recipe's devices. Raises LaunchError where there is no GPU
-    though run.device=cuda."""
+    """Plan and start processes with the recipe's devices inside. Raises LaunchError where there is no GPU though
+    run.device=cuda."""
     with environment(devices.variables(recipe.run.device, shares_gpus=recipe.launch.share_gpus)):
         if not recipe.launch.SUBMITS:
             devices.check(recipe.run.device)
@@ -83,14 +83,14 @@ def using_devices(recipe: Recipe) -> Iterator[None]:
 
 
 def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
-    """The recipe with a launcher for this machine without restarts, whatever its own launcher is."""
+    """Return the recipe with a launcher for this machine without restarts, whatever its own launcher is."""
     settings = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
     local = plugins.find("launch.launchers", kind).Config(**{**settings, "kind": kind, "nodes": 1, "max_restarts": 0})
     return recipe.model_copy(update={"launch": local})
 
 
 def warnings(recipe: Recipe, plan: Plan) -> list[str]:
-    """Lines on what is wrong with a plan that can be started: the launcher's warnings, and processes without work."""
+    """Return warnings about a plan that can be started: the launcher's, and one for processes without work."""
     launch, shards, found = recipe.launch, recipe.train.shards, list(plan.warnings)
     here = launch.model_dump().get("gpus") or plan.processes if launch.processes == "auto" else launch.processes
     if (processes := here * launch.max_nodes) > shards and not recipe.parallel.SHARES_SHARDS:
@@ -151,7 +151,7 @@ def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_train
 
 
 def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
-    """What every worker with these arguments imports."""
+    """List the modules that every worker with these arguments imports."""
     train = "train_live" if recipe.launch.recovers_live else "train"
     task = arguments[arguments.index("--task") + 1] if "--task" in arguments else train
     kinds = {"data.sources": recipe.data, "models": recipe.model, "parallel.strategies": recipe.parallel}
@@ -174,7 +174,7 @@ def launch_node(
     ):
         named = recipes.begun(recipe, path)
         folder = named.folder
-        """Of the run, unless node 0 gives it another name."""
+        """Folder of the run, unless node 0 gives it another name."""
 
         def take_part(*, again: bool = False) -> int:
             nonlocal folder
@@ -209,15 +209,15 @@ def launch_node(
 
 
 def _other_leader(section: LaunchSection, folder: Path, *, awaits: bool) -> Endpoint | None:
-    """The leader of this run, if that is another than node 0."""
+    """Return the leader of this run, if that is another than node 0."""
     if not section.recovers_live:
         return None
     return succession.awaited_leader(folder, section) if awaits else succession.other_leader(folder)
 
 
 def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:
-    """With live recovery, a node that was cut off comes back when it reaches the leader again. Raises PeerLost, and
-    Rejection where its installation or its folder is not that of the others any more."""
+    """Let a node that was cut off join again when it reaches the leader (live recovery). Raises PeerLost, and Rejection
+    where its installation or its folder is not that of the others any more."""
     while True:
         sys.stderr.write(f"{loss}; its processes were ended, and it tries to join again for {seconds:.0f} s\n")
         end = time.monotonic() + seconds

@@ -9,13 +9,13 @@ from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
 from lockstep.run.recipe import Recipe
 
 USUAL = {name: LaunchSection.model_fields[name].default for name in ("min_processes", "failure_timeout_seconds")}
-"""Settings that say how a restart is to be: by default live recovery has no use for them."""
+"""Defaults of settings of restarts; where one is changed, launch.recovery=auto is not live."""
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
-"""Devices that are there where a GPU's driver is."""
+"""Device files of GPU drivers."""
 
 
 def with_recovery(recipe: Recipe) -> Recipe:
-    """The recipe with launch.recovery decided for a start on this machine. Raises LaunchError."""
+    """Return the recipe with launch.recovery decided for a start on this machine. Raises LaunchError."""
     launch = recipe.launch
     if launch.recovers_live or not (isinstance(launch, LiveLaunchSection) and launch.recovery == "auto"):
         return recipe
@@ -33,7 +33,7 @@ def quieten_torch(recipe: Recipe) -> None:
 
 
 def may_recover_live(recipe: Recipe) -> bool:
-    """Whether a run recovers live on a machine with several cores and no GPUs.
+    """Return whether a run recovers live on a machine with several cores and no GPUs.
 
     With `auto` only where nothing is lost by that: on one machine, without settings or observers that need restarts.
     """

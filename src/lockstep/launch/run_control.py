@@ -23,11 +23,11 @@ from lockstep.run import recipe as recipes
 POLL_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
 MAX_LINE_CHARACTERS = 1 << 16
-"""A longer line is read in pieces."""
+"""Longest piece in which a line is read."""
 
 
 def status(folder: Path) -> list[str]:
-    """Lines that describe the state of a run. Raises ConfigError if there is no run."""
+    """Return lines that describe the state of a run. Raises ConfigError if there is no run."""
     if (folder / LOOP).is_file():
         lines = ["a script's own loop (lockstep.Loop)"]
         logged = next((line for line in last_lines(folder / run_files.METRICS) if line.kind == "step"), None)
@@ -49,7 +49,7 @@ def status(folder: Path) -> list[str]:
 
 
 def is_over(folder: Path) -> bool:
-    """Whether a run's job has ended and does not go on by itself. Raises ConfigError if there is none, LaunchError."""
+    """Return whether a run's job has ended for good. Raises ConfigError if there is none, LaunchError."""
     launcher, note = _job(folder)
     return launcher.is_over(note)
 
@@ -80,13 +80,13 @@ def resize(folder: Path, processes: int) -> str:
 
 
 def output(folder: Path) -> Path:
-    """The file with what a terminal would show of a run. Raises ConfigError."""
+    """Return the file with what a terminal would show of a run. Raises ConfigError."""
     launcher, note = _job(folder)
     return launcher.output(note, folder / "logs")
 
 
 def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
-    """The log of one rank, or what a terminal would show (None); `follow`: wait for new lines.
+    """Yield the log of one rank, or what a terminal would show (None); `follow`: wait for new lines.
 
     Raises ConfigError if there is no run, LaunchError if there is no log yet and it is not followed.
     """
@@ -110,7 +110,7 @@ def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
 
 
 def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
-    """The launcher of a run, and its note on the job."""
+    """Return the launcher of a run, and its note on the job."""
     file = folder / launch_run.JOB
     try:
         job = storage.read_json(file)

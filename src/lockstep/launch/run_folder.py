@@ -17,7 +17,7 @@ FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
 LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
 TRACKED = ("mlflow.jsonl", "wandb.jsonl")
 FILES = (".lock", "job.json", "launch.yaml", "loop.yaml", "recipe.yaml", *LOGGED, *TRACKED)
-"""What a run writes to its folder."""
+"""Files that a run writes to its folder."""
 
 
 def check_folder(folder: Path) -> None:
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
+    """Return whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
     folder = Path(os.path.abspath(path))
     return any(map(has_settings, (folder, *folder.parents[:2])))
 
@@ -67,7 +67,7 @@ def checkpoints_of(path: Path) -> tuple[CheckpointSection, Path, Path | None]:
 
 
 def _checkpoints_folder(path: Path) -> tuple[Path, Path | None]:
-    """The `checkpoints` folder of a path that `locate` resolves, and the checkpoint that it names."""
+    """Return the `checkpoints` folder of a path that `locate` resolves, and the checkpoint that it names."""
     folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
     if (folder / layout.MANIFEST).is_file():
         return folder.parent, folder

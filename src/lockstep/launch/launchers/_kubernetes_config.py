@@ -24,7 +24,7 @@ Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$")]
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as 16Gi."""
+    """Return the bytes of a size such as 16Gi."""
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
@@ -66,7 +66,7 @@ class KubernetesSection(LiveLaunchSection):
     port: int = Field(29400, ge=1024, lt=2**16)
     """Port of the rendezvous on the first pod."""
     runtime: Name = "torch-distributed"
-    """For a TrainJob: its ClusterTrainingRuntime."""
+    """ClusterTrainingRuntime of a TrainJob."""
     node_selector: dict[str, str] = {}
     """Labels of the Kubernetes nodes that pods may run on."""
     tolerations: tuple[dict[str, Any], ...] = ()
@@ -79,7 +79,7 @@ class KubernetesSection(LiveLaunchSection):
     """The user and group that pods run as and that owns the volume; null: that of the image or the cluster, never
     root."""
     pod_restarts: int = Field(3, ge=0, le=MANY)
-    """For a JobSet: how often all pods restart after one failed by itself. Pods that were evicted or preempted, or that
+    """How often all pods of a JobSet restart after one failed by itself. Pods that were evicted or preempted, or that
     exited with code 75, come back without being counted."""
     join_timeout_seconds: float = Field(1800.0, gt=0, le=MANY)
     """How long the rendezvous waits: a cluster may need minutes for a new node, and six to give up a lost one."""
@@ -108,12 +108,12 @@ class KubernetesSection(LiveLaunchSection):
         return extra
 
     def processes_of_pod(self, threads: int, shards: int) -> int:
-        """The number of processes per pod. It is set at submission: a pod limited to 4 of 64 cores sees all 64."""
+        """Return the processes per pod. This is set at submission: a pod limited to 4 of 64 cores sees all 64."""
         if self.processes != "auto":
             return self.processes
         return self.gpus or max(1, min(self.cpus // threads, -(-shards // self.max_nodes)))
 
 
 def is_label(text: str) -> bool:
-    """Whether a text is valid as a job's name."""
+    """Return whether a text is valid as a job's name."""
     return len(text) <= LONGEST_NAME and re.fullmatch(LABEL, text) is not None

@@ -15,9 +15,9 @@ from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launchers._kubernetes_config import LONGEST_NAME, KubernetesSection, is_label
 
 RECIPES = "/etc/lockstep"
-"""Where pods mount the ConfigMap."""
+"""Mount path of the ConfigMap in pods."""
 MARGIN_SECONDS = 30
-"""Added to launch.grace_seconds for the pods' grace period: nodes tell each other before they leave."""
+"""Added to launch.grace_seconds for the pods' grace period: nodes notify each other before they leave."""
 FINAL = sorted({CheckpointError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code})
 """Exit codes that any further start would end with, too."""
 Values = dict[str, Any]
@@ -25,7 +25,7 @@ Values = dict[str, Any]
 
 
 def job_name(run: str) -> str:
-    """A valid Kubernetes name for a run: its own, or one with a digest, so that two runs never share one."""
+    """Return a valid Kubernetes name for a run: its own, or one with a digest, so that two runs never share one."""
     if is_label(run):
         return run
     digest = hashlib.sha256(run.encode()).hexdigest()[:8]
@@ -36,7 +36,7 @@ def job_name(run: str) -> str:
 
 
 def manifest(section: KubernetesSection, request: Request, *, name: str, recipe: Values, threads: int) -> str:
-    """The manifest as YAML; `recipe` is the config with paths as pods see them, `threads` the number per process."""
+    """Render the manifest; `recipe` is the config with paths as pods see them, `threads` the number per process."""
     from lockstep.base.templates import render  # noqa: PLC0415 (a config is checked without Jinja2)
 
     run = request.folder.name
@@ -76,7 +76,7 @@ def manifest(section: KubernetesSection, request: Request, *, name: str, recipe:
 
 
 def _quoted(value: Any) -> str:
-    """A value as YAML on one line, every scalar in double quotes with escapes, so that no text can end it."""
+    """Format a value as YAML on one line, every scalar in double quotes with escapes, so that no text can end it."""
     text = yaml.dump(
         value, Dumper=yaml.SafeDumper, default_style='"', default_flow_style=True, width=float("inf"), sort_keys=False
     )
@@ -84,7 +84,7 @@ def _quoted(value: Any) -> str:
 
 
 def _job_spec(resource: Values) -> Values:
-    """The spec of the replicated Job, in a JobSet or in a TrainJob's patch."""
+    """Return the spec of the replicated Job, in a JobSet or in a TrainJob's patch."""
     spec = resource["spec"]
     if resource["kind"] == "TrainJob":
         spec = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
@@ -111,7 +111,7 @@ ManifestDumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?
 
 
 def relocate(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Values:
-    """A recipe as pods see it: paths below `here` are in the volume, as are the folder of runs and the cache."""
+    """Return a recipe as pods see it: paths below `here` are in the volume, as are the folder of runs and the cache."""
     recipe: Values = _replace_prefix(yaml.load(text, Loader=YamlLoader) or {}, str(here), section.mount)
     for name, key, default in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
         folder = str(recipe.get(name, {}).get(key, ""))
@@ -133,7 +133,7 @@ def _replace_prefix(value: Any, here: str, mount: str) -> Any:
 
 
 def merge(base: Any, extra: Any) -> Any:
-    """Strategic merge: mappings by key, lists by the items' mountPath or name; otherwise `extra` replaces `base`."""
+    """Merge strategically: mappings by key, lists by the items' mountPath or name; else `extra` replaces `base`."""
     if isinstance(base, dict) and isinstance(extra, dict):
         merged = {key: merge(value, extra[key]) if key in extra else value for key, value in base.items()}
         return merged | {key: value for key, value in extra.items() if key not in base}

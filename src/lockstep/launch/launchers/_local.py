@@ -17,7 +17,7 @@ class Local(OwnProcess):
         self.config, self.threads, self.shards = config, threads, shards
 
     def plan(self, request: Request) -> Plan:
-        """The worker command and the number of workers; raises LaunchError for more than GPUs, or several nodes."""
+        """Plan the worker command and number of workers. Raises LaunchError for more than GPUs, or several nodes."""
         if self.config.min_nodes > 1:
             raise LaunchError(
                 f"launch.nodes={self.config.nodes}: run the same command on each machine with --node-rank 0 (1, ...) "
@@ -40,5 +40,5 @@ class Local(OwnProcess):
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:
-    """The launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
+    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
     return Local(config, threads=threads, shards=shards)

@@ -39,7 +39,7 @@ class OutputPipe:
         return bool(chunk)
 
     def close_writer(self) -> None:
-        """Once the worker has started: or the pipe would never reach its end."""
+        """Close the write end, once the worker has started: or the pipe would never reach its end."""
         os.close(self.writer)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from lockstep.base.errors import LaunchError
 
 
 class Note(BaseModel):
-    """What job.json in the run's folder keeps of the launching process."""
+    """Record of the launching process in job.json in the run's folder."""
 
     model_config = ConfigDict(strict=True)
 
@@ -32,7 +32,7 @@ class OwnProcess:
         return {"host": platform.node(), "process": own.pid, "began": own.create_time()}
 
     def status(self, note: Mapping[str, Any]) -> str:
-        """Whether that process is alive, if it is on this machine."""
+        """Describe whether that process is alive, if it is on this machine."""
         if note["host"] != platform.node():
             return f"started on {note['host']} (process {note['process']}); run `lockstep status` there"
         alive = _alive(note)
@@ -52,12 +52,12 @@ class OwnProcess:
         return f"signalled process {note['process']} to save and stop"
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """Rank 0's log; what was on the terminal is not kept."""
+        """Return rank 0's log; what was on the terminal is not kept."""
         return logs / "rank-0.log"
 
 
 def _alive(note: Mapping[str, Any]) -> bool:
-    """Whether the process still runs, and its id was not reused."""
+    """Return whether the process still runs, and its id was not reused."""
     try:
         return psutil.Process(note["process"]).create_time() == note["began"]
     except psutil.Error:

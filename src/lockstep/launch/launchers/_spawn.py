@@ -44,7 +44,7 @@ class Spawn(OwnProcess):
         self.config, self.threads, self.shards = config, threads, shards
 
     def plan(self, request: Request) -> Plan:
-        """The worker command and the number of workers; raises LaunchError for more than GPUs."""
+        """Plan the worker command and the number of workers; raises LaunchError for more than GPUs."""
         return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
 
     def run(self, plan: Plan, logs: Path) -> int:
@@ -92,9 +92,9 @@ class SpawnedWorkers:
         self.stopped = StoppedWorkers(section.failure_timeout_seconds)
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.received: signal.Signals | None = None
-        """The first signal."""
+        """First signal that was received."""
         self.deadline = float("inf")
-        """When workers that still run are killed (time.monotonic)."""
+        """Time at which workers that still run are killed (time.monotonic)."""
         self.killed: list[multiprocessing.process.BaseProcess] = []
         self._received_at = 0.0
 
@@ -159,7 +159,7 @@ class SpawnedWorkers:
                 self.killed.append(process)
 
     def failure(self, logs: Path, kills_before: int) -> Failure | None:
-        """The first failure, once all workers have exited. Raises Interrupted."""
+        """Return the first failure, once all workers have exited. Raises Interrupted."""
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
         if self.received is not None and (any(codes.values()) or not codes):
             raise Interrupted(f"ended by {self.received.name}")
@@ -203,7 +203,7 @@ class SpawnedWorkers:
 
 
 def _variables(processes: int, logs: Path, port: int) -> dict[str, str]:
-    """What torchrun sets for every process of one machine."""
+    """Return the variables that torchrun sets for every process of one machine."""
     return {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
@@ -232,5 +232,5 @@ def script_unread() -> Iterator[None]:
 
 
 def build(config: LaunchSection, *, threads: int, shards: int) -> Spawn:
-    """The launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
+    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
     return Spawn(config, threads=threads, shards=shards)

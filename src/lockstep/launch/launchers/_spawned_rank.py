@@ -15,12 +15,12 @@ from lockstep.base.errors import Interrupted, PeerLost
 from lockstep.launch.launchers._output_pipe import OutputPipe
 
 COLOURS = ("FORCE_COLOR", "TTY_COMPATIBLE")
-"""With these a notebook claims to be a terminal, but a progress bar cannot be redrawn through a pipe."""
+"""Variables by which a notebook claims to be a terminal; but a progress bar cannot be redrawn through a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What all workers of a run get."""
+    """Arguments of all workers of a run."""
 
     argv: tuple[str, ...]
     """The module to run, and its arguments."""
@@ -49,7 +49,7 @@ def run(rank: int, start: RankStart) -> None:
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Where a rank records its exception."""
+    """Return the file in which a rank records its exception."""
     return logs / f".error-{rank}.json"
 
 

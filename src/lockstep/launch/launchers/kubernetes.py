@@ -40,7 +40,7 @@ class Config(KubernetesSection):
 
 
 class Note(BaseModel):
-    """What job.json in the run's folder keeps of a job; no name in it can pass for an option of kubectl."""
+    """Record of a job in job.json in the run's folder; no name in it can pass for an option of kubectl."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,7 +57,7 @@ class Kubernetes:
         self.name, self.folder = config.name, ""
 
     def plan(self, request: Request) -> Plan:
-        """The manifest and the command that submits it. Raises LaunchError for more processes than GPUs, and for
+        """Plan the manifest and the command that submits it. Raises LaunchError for more processes than GPUs, and for
         arguments that a restarted pod must not repeat."""
         section, file = self.config, request.folder / "kubernetes.yaml"
         processes = section.processes_of_pod(self.threads, self.shards)
@@ -96,7 +96,7 @@ class Kubernetes:
         return 0
 
     def note(self) -> dict[str, Any]:
-        """The job's name and cluster."""
+        """Return the job's name and cluster."""
         if self.name is None:
             return {}
         job = {"resource": self.config.resource, "name": self.name, "grace_seconds": self.config.grace_seconds}
@@ -113,7 +113,7 @@ class Kubernetes:
         return job is None or State.of(job).has_ended
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """Rank 0's log; the cluster keeps what pods print."""
+        """Return rank 0's log; the cluster keeps what pods print."""
         return logs / "rank-0.log"
 
     def cancel(self, note: Mapping[str, Any]) -> str:
@@ -137,7 +137,7 @@ class State:
 
     @classmethod
     def of(cls, job: Mapping[str, Any], now: datetime | None = None) -> "State":
-        """The state of a JobSet or a TrainJob, from kubectl's JSON."""
+        """Return the state of a JobSet or a TrainJob, from kubectl's JSON."""
         status, spec = job.get("status", {}), job.get("spec", {})
         created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
         age = f"submitted {_ago((now or datetime.now(UTC)) - created)}"
@@ -179,13 +179,13 @@ def _describe(note: Mapping[str, Any]) -> str:
 
 
 def _kubectl(note: Mapping[str, Any], *arguments: str) -> tuple[str, ...]:
-    """The kubectl command for the cluster and namespace of a job."""
+    """Return the kubectl command for the cluster and namespace of a job."""
     scope = [("--context", note.get("context")), ("--namespace", note.get("namespace"))]
     return ("kubectl", *(word for option, value in scope if value for word in (option, value)), *arguments)
 
 
 def _get(note: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The job, None if the cluster has none. Raises LaunchError."""
+    """Return the job, None if the cluster has none. Raises LaunchError."""
     resource = RESOURCES[note["resource"]]
     text = _call(note, "get", resource, note["name"], "--ignore-not-found", "--output=json")
     return json.loads(text) if text.strip() else None
@@ -216,5 +216,5 @@ def _run_kubectl(argv: tuple[str, ...]) -> str:
 
 
 def build(config: Config, *, threads: int, shards: int) -> Kubernetes:
-    """The launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
+    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
     return Kubernetes(config, threads=threads, shards=shards)

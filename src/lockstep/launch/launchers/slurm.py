@@ -28,11 +28,11 @@ HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 """The first node hosts the rendezvous; the port follows from the job's number, so that two on a node rarely collide."""
 JOIN = "join.slurm"
-"""In the run's folder, with live recovery."""
+"""Script in the run's folder, with live recovery, for a node that joins."""
 JOINED_JOB = "LOCKSTEP_JOINED_JOB"
 """Variable of a node that has joined: the job of the run."""
 OF_THE_WHOLE_JOB = re.compile(r"(--)?(nodelist|nodefile|nodes|dependency|begin|array)\b")
-"""Options of sbatch that are not for a further node."""
+"""Options of sbatch that do not apply to a further node."""
 JOIN_HEADER = "Takes the place of a lost node: submitted by the run, with its job, the node's rank and the rendezvous."
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
@@ -82,7 +82,7 @@ class Config(LiveLaunchSection):
 
 
 class Note(BaseModel):
-    """What job.json in the run's folder keeps of a Slurm job."""
+    """Record of a Slurm job in job.json in the run's folder."""
 
     model_config = ConfigDict(strict=True)
 
@@ -98,7 +98,7 @@ class Slurm:
         """The job that this process runs in, or has submitted."""
 
     def plan(self, request: Request) -> Plan:
-        """The script, and the command that submits it. Raises LaunchError."""
+        """Plan the script, and the command that submits it. Raises LaunchError."""
         file = request.folder / "train.slurm"
         files = {file: self._script(request)}
         if self.config.recovers_live:
@@ -154,7 +154,7 @@ class Slurm:
     # ---- the script
 
     def _script(self, request: Request, *, joins: bool = False) -> str:
-        """Of the job, or of one for a node that `joins` in the place of a lost one."""
+        """Render the script of the job, or of one for a node that `joins` in the place of a lost one."""
         from lockstep.base.templates import render  # noqa: PLC0415 (a config is checked without Jinja2)
 
         config, folder = self.config, request.folder
@@ -199,12 +199,12 @@ TEMPLATE_SETTINGS = {
 
 
 def quote(value: object) -> str:
-    """A value as one shell word; sbatch parses #SBATCH lines by the same quoting rules."""
+    """Quote a value as one shell word; sbatch parses #SBATCH lines by the same quoting rules."""
     return shlex.quote(str(value))
 
 
 def _expanding_word(value: str) -> str:
-    """A value as one shell word in which $NAME and ${NAME} are expanded by the job's shell."""
+    """Quote a value as one shell word in which $NAME and ${NAME} are expanded by the job's shell."""
     if not VARIABLE.search(value):
         return shlex.quote(value)
     escaped = re.sub(r'["`\\]|\$(?![A-Za-z_{])', r"\\\g<0>", value)
@@ -212,7 +212,7 @@ def _expanding_word(value: str) -> str:
 
 
 def _queued_job(note: Mapping[str, Any]) -> list[str] | None:
-    """State, time used, time left, reason and nodes of a job; None once it has left the queue."""
+    """Return state, time used, time left, reason and nodes of a job; None once it has left the queue."""
     try:
         answer = run_command("squeue", "--noheader", f"--jobs={note['job']}", "--format=%T|%M|%L|%r|%N").strip()
     except LaunchError as error:
@@ -251,7 +251,7 @@ def _short_time(config: Config) -> Iterator[str]:
 
 
 def _not_mounted(config: Config, request: Request) -> Iterator[str]:
-    """Tell of files and folders of the recipe that are not at their place in the container."""
+    """Warn of files and folders of the recipe that are not at their place in the container."""
     if config.container is None:
         return
     mounts = [Path(os.path.expandvars(mount.split(":")[:2][-1])) for mount in config.mounts]
@@ -296,7 +296,7 @@ def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
 
 
 def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, ...]:
-    """srun, with the resources of a run but for its time limit. See contracts.HOOKS. Raises LaunchError."""
+    """Return srun with the resources of a run, except its time limit. See contracts.HOOKS. Raises LaunchError."""
     if shutil.which("srun") is None:
         raise _absent("srun")
     in_container, command = _container(config, Path.cwd())
@@ -312,13 +312,13 @@ def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, .
 
 
 def _cpus(config: Config, threads: int) -> int:
-    """Per node."""
+    """Return the CPU cores per node."""
     processes = config.processes if config.processes != "auto" else config.gpus or 1
     return config.cpus or processes * threads
 
 
 def _container(config: Config, runs: Path) -> tuple[list[str], str]:
-    """Options of srun and the shell command that runs Lockstep, on the host or in a container."""
+    """Return options of srun and the shell command that runs Lockstep, on the host or in a container."""
     if config.container is None:
         return [], shlex.join([sys.executable, "-P", "-m", "lockstep"])
     mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts))
@@ -330,5 +330,5 @@ def _container(config: Config, runs: Path) -> tuple[list[str], str]:
 
 
 def build(config: Config, *, threads: int, shards: int) -> Slurm:
-    """The launcher; `threads` is the number of threads of each process."""
+    """Build the launcher; `threads` is the number of threads of each process."""
     return Slurm(config, threads=threads, shards=shards)
