@@ -165,8 +165,8 @@ class LiveLaunchSection(LaunchSection):
     (with live recovery)."""
 
     spares: int = Field(0, ge=0, le=MOST_PROCESSES)
-    """Further processes per machine that wait, with everything loaded, to take the place of a lost one at once (with
-    live recovery)."""
+    """Further processes per machine that wait, with everything loaded, to take a lost one's place at once (live
+    recovery)."""
 
     @model_validator(mode="after")
     def _spares_take_over(self) -> Self:

@@ -74,8 +74,7 @@ def build_request(recipe: Recipe, arguments: tuple[str, ...], name: str = "launc
 
 @contextmanager
 def using_devices(recipe: Recipe) -> Iterator[None]:
-    """Plan and start processes with the recipe's devices inside. Raises LaunchError where there is no GPU though
-    run.device=cuda."""
+    """Plan and start processes on the recipe's devices inside. Raises LaunchError for run.device=cuda without GPUs."""
     with environment(devices.variables(recipe.run.device, shares_gpus=recipe.launch.share_gpus)):
         if not recipe.launch.SUBMITS:
             devices.check(recipe.run.device)

@@ -25,8 +25,7 @@ def with_recovery(recipe: Recipe) -> Recipe:
 
 
 def quieten_torch(recipe: Recipe) -> None:
-    """Hide warnings of torch's C++ code that live recovery causes, where this run may recover live; before torch is
-    imported."""
+    """Hide torch's C++ warnings, before its import, where this run may recover live, which causes them."""
     has_gpus = any(Path(device).exists() for device in GPUS)
     if may_recover_live(recipe) and not (recipe.launch.debug or has_gpus):
         environment.quieten_torch()

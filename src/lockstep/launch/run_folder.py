@@ -55,8 +55,7 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
 
 
 def checkpoints_of(path: Path) -> tuple[CheckpointSection, Path, Path | None]:
-    """Resolve as `locate` does, also of a script's own loop -> its settings, `checkpoints` folder, checkpoint. Raises
-    ConfigError."""
+    """Resolve like `locate`, also own loops -> settings, `checkpoints` folder, checkpoint. Raises ConfigError."""
     root, checkpoint = _checkpoints_folder(path)
     if not (root.parent / LOOP).is_file():
         return locate(path)[0].checkpoint, root, checkpoint

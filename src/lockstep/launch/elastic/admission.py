@@ -21,8 +21,7 @@ POLL_SECONDS = 0.25
 NFS_CACHE_SECONDS = 60.0
 """How long a file from another machine may take to be visible: NFS caches directory listings for up to a minute."""
 NONCE_PREFIX = ".meeting-"
-"""A file in the run's folder, from the start of the leader to its end, by which the others check that they see the same
-folder."""
+"""File in the run's folder while the leader runs, by which the others check that they see the same folder."""
 
 
 class Rejection(LaunchError):

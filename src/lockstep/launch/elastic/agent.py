@@ -91,7 +91,7 @@ class Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there is one round."""
+        """Do nothing: there is only one round."""
 
     def get_run_id(self) -> str:
         """Return the run's name in logs and in TORCHELASTIC_RUN_ID."""

@@ -14,7 +14,7 @@ FLIGHT_RECORDER_EVENTS = 2000
 
 
 def set_threads(threads: int) -> None:
-    """Set what OpenMP reads when torch is imported, so that workers can be forked from this process."""
+    """Set OpenMP's number of threads before torch is imported, so that workers can be forked from this process."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)
 

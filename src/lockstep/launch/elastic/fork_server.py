@@ -165,8 +165,7 @@ class ForkServer:
         return self.codes.get(pid)
 
     def _receive(self, seconds: float) -> bool:
-        """Receive a message, if one comes in time: an exit code, a worker's process id, or None once all is
-        imported."""
+        """Receive a message, if one comes in time: an exit code, a new process id, or None once all is imported."""
         try:
             if not self.is_alive or not self.pipe.poll(seconds):
                 return False

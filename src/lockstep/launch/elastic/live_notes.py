@@ -149,8 +149,6 @@ class WorkerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """End of a worker."""
-
     code: int
     """Exit code; negative: the signal that ended it."""
     text: str

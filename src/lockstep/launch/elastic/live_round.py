@@ -1,5 +1,4 @@
-"""One round of this machine's workers with launch.recovery=live: training goes on while workers and machines come and
-go."""
+"""One round of a machine's workers with launch.recovery=live: training goes on while workers and machines change."""
 
 import os
 import select

@@ -391,7 +391,6 @@ class LiveWorkers:
         return ProcessFailure(worker.slot, worker.process.pid, code, str(self._error_file(worker.slot)))
 
     def failure(self) -> Failure | None:
-        """Return the first failure, if any."""
         if not self.failures:
             return None
         ranks = {self.place.first_rank + slot: failure for slot, failure in self.failures.items()}

@@ -1,7 +1,7 @@
-"""Workers of this machine that a signal or a debugger has stopped: the launcher ends those that nobody resumes.
+"""Workers of this machine that a signal or a debugger has stopped: the launcher ends those that stay stopped.
 
-While a run is set up, trained or evaluated, its ranks watch each other by heartbeats and say more about it. This covers
-the time before the first heartbeat and after the last.
+While a run is set up, trained or evaluated, its ranks watch each other by heartbeats and report more about it. This
+covers the time before the first heartbeat and after the last.
 """
 
 import sys

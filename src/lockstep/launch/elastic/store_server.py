@@ -1,6 +1,6 @@
 """A key-value store that this process serves to those that know the run's secret.
 
-It stands in for the server of torch's TCPStore, which authenticates nobody. A client gets a public greeting, then both
+It stands in for the server of torch's TCPStore, which has no authentication. A client gets a public greeting, then both
 sides prove with HMAC challenges (multiprocessing.connection) that they know the secret; all that follows is JSON. A
 thread for each client, so that none delays another.
 """
@@ -78,14 +78,14 @@ class StoreServer(Store):
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def open_to(self, secret: bytes, greeting: dict[str, str] | None = None) -> "StoreServer":
-        """Admit clients that know the secret, after a greeting to everybody."""
+        """Admit clients that know the secret, after a public greeting."""
         with self._changed:
             self._secret, self._greeting = secret, greeting or {}
             self._changed.notify_all()
         return self
 
     def close(self) -> None:
-        """Admit nobody any more; those that are connected stay so until this process ends."""
+        """Admit no further clients; those that are connected stay so until this process ends."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -132,7 +132,7 @@ class StoreServer(Store):
                 if left <= 0:
                     raise DistStoreError(f"wait timeout after {seconds:.0f} s, keys: {', '.join(keys)}")
                 self._changed.wait(min(left, WATCH_SECONDS))
-                if client is not None and client.poll(0):  # a client that waits says nothing: it has gone
+                if client is not None and client.poll(0):  # a waiting client sends nothing: it is gone
                     raise EOFError
 
     # ---- clients
@@ -172,7 +172,7 @@ class StoreServer(Store):
             while self._secret is None:
                 with self._changed:
                     self._changed.wait_for(lambda: self._secret is not None, WATCH_SECONDS)
-                if connection.poll(0):  # nobody speaks before the greeting
+                if connection.poll(0):  # a client sends nothing before the greeting
                     connection.recv_bytes(0)
             connection.send_bytes(json.dumps(self._greeting).encode())
             if rejection := json.loads(connection.recv_bytes(LARGEST_FIRST)):
