@@ -1,4 +1,4 @@
-"""What tasks of a worker have in common: recipe, rank, event bus and watchdog."""
+"""The common part of a worker's tasks: recipe, rank, event bus and watchdog."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +21,7 @@ from lockstep.run.splits import prepare_splits
 
 
 class Task(Protocol):
-    """What a worker does.
+    """A task of a worker.
 
     `run/tasks/NAME.py` defines `build(recipe, world, signals, *, request, began)`, where `request` is a file written by
     the task's command (None for `train`), and NEEDS_GROUP: whether the worker opens the process group for it.
@@ -60,7 +60,7 @@ class WatchedTask:
         return parts
 
     def placing(self) -> AbstractContextManager[None]:
-        """Around the placing of the model."""
+        """Return the context in which the model is placed."""
         return nullcontext()
 
     def warn(self, message: str) -> None:
@@ -76,7 +76,7 @@ class WatchedTask:
 
 
 def limits(recipe: Recipe) -> Limits:
-    """When a process counts as hung or silent."""
+    """Return when a process counts as hung or silent."""
     hang = recipe.observe.hang_seconds
     return Limits(
         hang_seconds=None if hang == "auto" else hang,

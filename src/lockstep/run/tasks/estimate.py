@@ -64,7 +64,7 @@ class EstimateTask:
         return replace(facts, links=links)
 
     def report(self, part: str) -> None:
-        """Say, once for all processes, what is measured next."""
+        """Announce, once for all processes, what is measured next."""
         if self.world.rank == 0:
             begin_part(self.request.to, part)
 

@@ -35,7 +35,7 @@ from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictio
 
 NEEDS_GROUP = True
 SHOWN = ("index", "origin", "label", "predicted", "confidence", "loss", "text")
-"""Of a sample in evaluation.json."""
+"""Fields of a sample in evaluation.json."""
 MOST_IMAGE_CHARACTERS = 1 << 16
 
 
@@ -138,7 +138,7 @@ class EvaluateTask(WatchedTask):
     def details(
         self, opened: Opened, objective: PredictingObjective, predictions: Predictions
     ) -> tuple[dict[str, Any], list[evaluation_report.HighLossSample]]:
-        """What follows from the predictions: calibration, metrics per class, the worst samples."""
+        """Return what follows from the predictions: calibration, metrics per class, the worst samples."""
         spec, temperature, source, count = opened.spec, opened.temperature, opened.source, self.request.worst
         evaluation_report.check(predictions, source)
         wrong = evaluation_report.worst(
@@ -175,12 +175,12 @@ class EvaluateTask(WatchedTask):
 
 
 def shown(samples: Sequence[evaluation_report.HighLossSample]) -> list[dict[str, Any]]:
-    """Samples for evaluation.json."""
+    """Format samples for evaluation.json."""
     return [{**{name: getattr(sample, name) for name in SHOWN}, "image": _small_image(sample)} for sample in samples]
 
 
 def _small_image(sample: evaluation_report.HighLossSample) -> str:
-    """As a data URI; empty where it is larger than a JSON file should hold."""
+    """Return a sample's image as a data URI; empty where it is larger than a JSON file should hold."""
     image = evaluation_page.data_uri(sample.columns)
     return image if len(image) <= MOST_IMAGE_CHARACTERS else ""
 

@@ -17,7 +17,7 @@ from lockstep.tools.doctor.diagnosis import FACTS, ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True
 ROUNDS = 3
-"""Of measuring the processor: the median counts, since another process may run, or rest, for a moment."""
+"""Number of measurements of the processor, of which the median counts: another process may run for a moment."""
 
 
 class ExaminationTask:

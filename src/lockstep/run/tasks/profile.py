@@ -42,14 +42,14 @@ class StepMeasurement:
         self.micro_batches = 0
 
     def around(self, steps: Steps) -> Steps:
-        """The same steps."""
+        """Yield the same steps, and measure them."""
         request = self.request
         stages = (
             (f"warming up: {count_of(request.warm_up)}", nullcontext(), request.warm_up),
-            (f"measuring {count_of(request.steps)}", self._measured(), request.steps),
-            ("counting operations and memory", self._flops(), 1),
-            ("", self._kept(), 1),
-            (f"tracing {count_of(request.traced)}", self._operators(), request.traced),
+            (f"measuring {count_of(request.steps)}", self._measure_phases(), request.steps),
+            ("counting operations and memory", self._count_flops(), 1),
+            ("", self._measure_activations(), 1),
+            (f"tracing {count_of(request.traced)}", self._trace_operators(), request.traced),
         )
         for text, stage, count in stages:
             if text and self.rank == 0:
@@ -64,15 +64,15 @@ class StepMeasurement:
         yield from steps
 
     def _announce(self, text: str) -> None:
-        """Say what begins; without a sync of the disk, for which the other ranks would wait in the measured steps."""
+        """Announce a stage, without a sync of the disk, for which the other ranks would wait in the measured steps."""
         file = self.request.facts / STAGE
         temporary = file.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
-        """Seconds of a step by phase, and by the clock."""
+    def _measure_phases(self) -> Iterator[None]:
+        """Measure the seconds of a step by phase, and by the clock."""
         clock = phases.running()
         self._synchronize()
         start, before = time.perf_counter(), clock.so_far()
@@ -93,16 +93,16 @@ class StepMeasurement:
             torch.cuda.synchronize()
 
     @contextmanager
-    def _flops(self) -> Iterator[None]:
-        """Floating-point operations of a step, those of matrix products and the like."""
+    def _count_flops(self) -> Iterator[None]:
+        """Count the floating-point operations of a step, those of matrix products and the like."""
         counter = FlopCounterMode(display=False)
         with counter:
             yield
         self.found["flops"] = counter.get_total_flops()
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Bytes that a micro-batch keeps for its backward pass; storage that several operations keep counts once."""
+    def _measure_activations(self) -> Iterator[None]:
+        """Count bytes that a micro-batch keeps for its backward pass; storage kept more than once counts once."""
         module, kept = self.parts.model, dict[int, int]()
         known = {local_tensor(t).untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
 
@@ -117,7 +117,7 @@ class StepMeasurement:
         self.found["memory"]["activations"] = sum(kept.values())
 
     @contextmanager
-    def _operators(self) -> Iterator[None]:
+    def _trace_operators(self) -> Iterator[None]:
         with traced(trace_file(self.request.traces, self.rank), with_stack=True) as profiler:
             yield
         self.found["operators"] = [asdict(each) for each in most_expensive(profiler.events())]
@@ -128,7 +128,7 @@ def count_of(steps: int) -> str:
 
 
 def memory_by_kind(parts: Components) -> dict[str, int]:
-    """Bytes of this rank's weights, gradients and optimizer state."""
+    """Return the bytes of this rank's weights, gradients and optimizer state."""
     parameters = [local_tensor(parameter) for parameter in parts.state.module.parameters()]
     trained = [parameter for parameter in parts.state.module.parameters() if parameter.requires_grad]
     state = [value for values in parts.state.optimizer.state.values() for value in values.values()]

@@ -32,7 +32,7 @@ HALT_SECONDS = 60.0
 
 
 class ProofHooks(Hooks):
-    """What a proof changes in a training run."""
+    """Changes of a training run for a proof."""
 
     def __init__(self, request: ProofRequest) -> None:
         self.request = request
@@ -116,7 +116,7 @@ class ProofTask:
 
 
 class Halt:
-    """Pauses its process in the middle of a step, where it is to be killed."""
+    """Pauses its process in the middle of a step, for the kill that follows."""
 
     def __init__(self, note: Path, after: int) -> None:
         self.note, self.after, self.is_armed = note, after, False

@@ -60,14 +60,14 @@ class FirstStepTimer:
 
 
 class Hooks:
-    """What another task can change in a training run; these change nothing."""
+    """Changes that another task can make in a training run; these change nothing."""
 
     def assembled(self, parts: Components) -> Components:
         """Return the components to train with; called once they are built."""
         return parts
 
     def starting(self, task: "TrainTask", parts: Components, training: Training) -> None:
-        """Called after resuming and before the first step."""
+        """Prepare the training, after resuming and before the first step."""
 
 
 class TrainTask(WatchedTask):
@@ -85,14 +85,14 @@ class TrainTask(WatchedTask):
         self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
         self.last_evaluation: Evaluation | None = None
         self.own_observers: list[Observer] = []
-        """Of the user's file; on rank 0."""
+        """Observers of the user's file, on rank 0."""
         self.steering = Steering(self.bus, recipe.folder / FILE if world.is_main else None)
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
         self.mirror = self.mirror_here() if world.is_main else None
 
     def mirror_here(self) -> Mirror | None:
-        """The mirror of the checkpoints, for rank 0."""
+        """Build the mirror of the checkpoints, for rank 0."""
         place = self.recipe.checkpoint.mirror
         return Mirror(self.checkpoints, place / self.recipe.folder.name, self.bus.publish) if place else None
 
@@ -152,7 +152,7 @@ class TrainTask(WatchedTask):
         )
 
     def first_look(self, *, is_fresh: bool) -> tuple[TextSample, ...]:
-        """Try an evaluation; what a language model writes before training."""
+        """Try an evaluation -> what a language model writes before training."""
         with self.parts.state.for_use():
             self.parts.try_evaluation()
             return text_samples(self.parts) if is_fresh else ()
@@ -186,7 +186,7 @@ class TrainTask(WatchedTask):
             self.subscribe_writers()
 
     def subscribe_writers(self) -> None:
-        """Subscribe those that write."""
+        """Subscribe the observers that write."""
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
         self.bus.subscribe(RunHistory(self.recipe.folder, began=self.began))
         if self.recipe.parallel.HAS_EQUAL_WORK:
@@ -200,7 +200,7 @@ class TrainTask(WatchedTask):
                 self.bus.subscribe(observer)
 
     def resume_observers(self, checkpoint: Path | None, *, repeats: bool) -> None:
-        """Give observers what they remembered at a checkpoint; `repeats`: what they asked for since is done again."""
+        """Restore observers from a checkpoint; `repeats`: what they asked for since is done again."""
         if checkpoint is not None:
             saved = layout.read_manifest(checkpoint).progress.get("observers", [])
             restore_observers(self.own_observers, saved, self.warn)
@@ -208,13 +208,13 @@ class TrainTask(WatchedTask):
             self.steering.start(self.parts.state.step, repeats=repeats and checkpoint is not None)
 
     def owes_evaluation(self, checkpoint: Path) -> bool:
-        """Whether the evaluation due at a checkpoint is missing from it, because it failed."""
+        """Return whether the evaluation due at a checkpoint is missing from it, because it failed."""
         step = self.parts.state.step
         is_due = self.recipe.evaluate.is_due(step, self.parts.order.steps_per_epoch)
         return (is_due or step >= self.parts.total_steps) and not layout.read_manifest(checkpoint).metrics
 
     def earlier_end(self) -> str | None:
-        """How the resumed run had already ended; None where training goes on."""
+        """Return how the resumed run had already ended; None where training goes on."""
         if self.parts.state.step >= self.parts.total_steps:
             return "finished"
         is_stopped = self.parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
@@ -249,7 +249,7 @@ class TrainTask(WatchedTask):
         )
 
     def wired(self) -> Training:
-        """Wire the training loop."""
+        """Build the training loop."""
         recipe, parts = self.recipe, self.parts
         ranks = RankComparison(parts.replicated_tensors(), parts.state.step, parts.strategy.copies)
         tidy = partial(retention.tidy, self.checkpoints, recipe.checkpoint)
@@ -281,7 +281,7 @@ class TrainTask(WatchedTask):
         )
 
     def token_seconds(self) -> float | None:
-        """Seconds that all processes would take for a token of a language model at the peak of matrix products."""
+        """Return the seconds that all processes would take for a token at the peak of matrix products."""
         flops = self.parts.token_flops
         if flops is None:
             return None
@@ -290,7 +290,7 @@ class TrainTask(WatchedTask):
         return flops / (peak_flops(self.recipe.train.precision, self.device) * self.world.size)
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches, a list per step; some steps are traced (observe.profile_steps)."""
+        """Return this rank's micro-batches, a list per step; some steps are traced (observe.profile_steps)."""
         steps = self.checks.steps(start)
         if self.recipe.observe.profile_steps is None:
             return steps
@@ -301,7 +301,7 @@ class TrainTask(WatchedTask):
         return tracing(steps, first=first, last=last, done=start, file=file)
 
     def manifest(self, metrics: dict[str, float]) -> layout.Manifest:
-        """The manifest of a checkpoint of the current step."""
+        """Return the manifest of a checkpoint of the current step."""
         state = self.parts.state
         return layout.Manifest(
             step=state.step,
@@ -315,7 +315,6 @@ class TrainTask(WatchedTask):
 
     def evaluate(self) -> tuple[int, dict[str, float], tuple[TextSample, ...]]:
         """Evaluate the current model; keep the whole result for the summary."""
-
         step, publish = self.parts.state.step, self.bus.publish
         evaluation = self.parts.evaluate(lambda done, total: publish(Evaluating(step=step, done=done, total=total)))
         self.last_evaluation = evaluation
@@ -364,17 +363,18 @@ class TrainTask(WatchedTask):
             except OSError as error:
                 unwritten = error
         self.bus.publish(RunEnded(status=status, summary=summary))
-        if unwritten is not None and status not in ("failed", "interrupted"):  # which have another error to tell
+        if unwritten is not None and status not in ("failed", "interrupted"):  # which have another error to report
             raise unwritten
         if self.world.is_main:
             self.write_report()
 
     def final_digests(self, status: str) -> dict[str, str | None]:
-        """Of the weights; None after a failure, when other ranks may have exited, unless this one holds them all."""
+        """Return the weights' digests; None after a failure, when other ranks may be gone, unless this one holds
+        all."""
         return self.parts.digests(is_collective=status != "failed" or self.world.size == 1)
 
     def skipped_samples(self) -> dict[str, Any]:
-        """Those that were left out, by split; says so."""
+        """Return the samples that were left out, by split, with a warning."""
         skipped = bad_samples.listed(self.logs)
         for split, samples in skipped.items():
             self.warn(
@@ -383,11 +383,11 @@ class TrainTask(WatchedTask):
         return skipped
 
     def facts_of_end(self) -> dict[str, Any]:
-        """Further facts for the summary."""
+        """Return further facts for the summary."""
         return {}
 
     def write_report(self) -> None:
-        """Write report.html; that this fails is no reason to lose a run."""
+        """Write report.html; warn where this fails, which is no reason to lose a run."""
         from lockstep.observe.report import report_page  # noqa: PLC0415 (a run ends without it where it cannot load)
 
         try:

@@ -48,8 +48,8 @@ class Backlog:
     def __init__(self, seconds: float = BACKLOG_SECONDS) -> None:
         self.seconds = seconds
         self.by_step: dict[int, list[Any]] = {}
-        self._heard: dict[int, float] = {}
-        """Step -> when its last event came."""
+        self._event_times: dict[int, float] = {}
+        """Step -> time of its last event."""
 
     def notice(self, event: object) -> None:
         if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
@@ -57,18 +57,18 @@ class Backlog:
         now = time.monotonic()
         if not isinstance(event, StepDone) or event.values:
             self.by_step.setdefault(event.step, []).append(event)
-            self._heard[event.step] = now
+            self._event_times[event.step] = now
         for old in sorted(self.by_step):
-            if old >= event.step - 1 or now - self._heard[old] <= self.seconds:
+            if old >= event.step - 1 or now - self._event_times[old] <= self.seconds:
                 break
-            del self.by_step[old], self._heard[old]
+            del self.by_step[old], self._event_times[old]
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Release nothing."""
 
     @property
     def events(self) -> list[Any]:
-        """In the order of steps."""
+        """Events in the order of steps."""
         return [event for step in sorted(self.by_step) for event in self.by_step[step]]
 
     @property
@@ -76,11 +76,11 @@ class Backlog:
         return min(self.by_step, default=None)
 
     def plain(self) -> list[list[Any]]:
-        """As JSON."""
+        """Return the events as JSON values."""
         return [[type(event).__name__, asdict(event)] for event in self.events]
 
     def missed(self, plain: list[list[Any]]) -> list[Any]:
-        """Those of another rank that this one has not published."""
+        """Return the events of another rank that this one has not published."""
         own = {(type(event), event.step) for event in self.events}
         events = [_event(name, values) for name, values in plain]
         return [event for event in events if (type(event), event.step) not in own]
@@ -101,18 +101,18 @@ class LiveTrainTask(TrainTask):
         self.over_nccl = recovers_over_nccl()
         """Whether a collective may end with any values where a process is lost, and no error."""
         self.regrouped: list[dict[str, Any]] = []
-        """Each change of the processes."""
+        """Record of each change of the processes."""
         self.is_writer = False
         """Whether this process writes the run's files."""
         self.has_state = not live.joins
         """Whether it is at the same place as the others, or was."""
         self.stopped_at = time.monotonic()
-        """When it last did something that was of use before it left a process group."""
+        """Time of its last useful work before it left a process group."""
         self.digests: dict[str, str | None] | None = None
-        """Of the weights at the end, where no process holds all of them."""
+        """Digests of the weights at the end, where no process holds all of them."""
 
     def assemble(self) -> Components:
-        """As always; the ranks of a replica agree before each update, and so do those that exchange over NCCL."""
+        """Build everything; the ranks of a replica, and those that exchange over NCCL, agree before each update."""
         parts = super().assemble()
         if self.is_sharded or self.over_nccl:
             parts.state.confirm = self._confirm
@@ -127,14 +127,14 @@ class LiveTrainTask(TrainTask):
         confirm_on_all_ranks()
 
     def evaluate(self) -> tuple[int, dict[str, float], tuple[TextSample, ...]]:
-        """As always, unless a process is lost meanwhile."""
+        """Evaluate as always, unless a process is lost meanwhile."""
         found = super().evaluate()
         if self.over_nccl:
             self._confirm()
         return found
 
     def placing(self) -> AbstractContextManager[None]:
-        """A process that joins waits for its part of the training state."""
+        """Return a context in which a process that joins builds its part of the training state."""
         return self.live.as_part()
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
@@ -163,7 +163,7 @@ class LiveTrainTask(TrainTask):
         try:
             return self._train_to_end()
         except (ProcessJoins, RuntimeError, LockstepError) as error:
-            position = self._given_up(error)
+            position = self._leave_group(error)
         return self._train_on(position)  # here, where no error holds on to what the old group needed
 
     def _train_on(self, position: Position) -> tuple[str, dict[str, float]]:
@@ -172,7 +172,7 @@ class LiveTrainTask(TrainTask):
                 self._regroup(position)
                 return self._train_to_end()
             except (ProcessJoins, RuntimeError, LockstepError) as error:
-                position = self._given_up(error)
+                position = self._leave_group(error)
 
     def _train_to_end(self) -> tuple[str, dict[str, float]]:
         try:
@@ -185,7 +185,7 @@ class LiveTrainTask(TrainTask):
         return ended
 
     def _make_digests(self) -> None:
-        """While the others are there."""
+        """Compute digests while the others are there."""
         if self.is_sharded:
             digests = self.parts.digests(is_collective=True)
             if self.over_nccl:
@@ -193,7 +193,7 @@ class LiveTrainTask(TrainTask):
             self.digests = digests
 
     def final_digests(self, status: str) -> dict[str, str | None]:
-        """Without collectives: the others may be lost, or have exited."""
+        """Return digests without collectives: the others may be lost, or have exited."""
         return self.parts.digests(is_collective=False) if self.digests is None else self.digests
 
     @property
@@ -201,9 +201,9 @@ class LiveTrainTask(TrainTask):
         """Whether weights are DTensors, of which a process holds a part, or by chance all."""
         return self.recipe.parallel.SPLITS_TENSORS
 
-    def _given_up(self, error: Exception) -> Position:
-        """Undo what the present step has begun, and leave the process group -> where this process is. Raises the error
-        unless it comes of the loss of a process, or of one that joins."""
+    def _leave_group(self, error: Exception) -> Position:
+        """Undo what the present step has changed, and leave the process group -> this process's position. Raises the
+        error unless a process that is lost, or one that joins, has caused it."""
         self.stopped_at = time.monotonic() - activity.seconds_without_progress()
         training, state, progress = self.training, self.parts.state, self.training.progress
         if not isinstance(error, ProcessJoins) and (state.is_applying or not self.live.explains(error)):
@@ -214,29 +214,28 @@ class LiveTrainTask(TrainTask):
             undo(state)
         if not self.has_state:
             return Position()
-        if progress.settled is None:  # the loop has not begun
+        if progress.settled is None:  # before the loop's first step
             return Position(step=state.step)
         self._publish()
         return Position(step=state.step, settled=progress.settled, is_ready=state.ready_step is not None)
 
     def _publish(self) -> None:
-        """What the last step has computed."""
+        """Publish what the last step has computed."""
         try:
             publish_step(self.training)
             read_outcomes(self.training)
         except LockstepError as error:
-            error.is_shared = False  # there is no group in which the ranks could agree on who tells it
+            error.is_shared = False  # there is no group in which the ranks could agree on who reports it
             raise
 
-    def _left_out(self) -> None:
-        """The others go on without this process, until it is one of a whole replica: then it takes their state."""
+    def _drop_state(self) -> None:
+        """Drop the state: the others go on without this process, until a whole replica needs it and it takes theirs."""
         self.has_state = False
         self.watch_thread.rest()
         undo(self.parts.state)
 
     def _finish_step(self, positions: Sequence[Position]) -> list[Position]:
-        """Where others have finished the step that this process has been ready for, finish it; else take it back. ->
-        the positions of all ranks after that."""
+        """Finish the step that this process is ready for if others have, else undo it -> the positions of all ranks."""
         training, state = self.training, self.parts.state
         furthest = max(position.step for position in positions)
         if state.ready_step is not None and state.step < furthest:
@@ -248,7 +247,7 @@ class LiveTrainTask(TrainTask):
         return [replace(each, step=furthest if each.is_ready else each.step, is_ready=False) for each in positions]
 
     def _give_up_save(self, training: Training) -> None:
-        """A save that is being written cannot end; another one follows."""
+        """Cancel a save that is being written, which cannot end; another one follows."""
         with suppress(Exception):  # of the thread that writes, to which the group is lost as well
             training.saving.poll()
         if training.saving.writer.pending is not None:
@@ -257,7 +256,7 @@ class LiveTrainTask(TrainTask):
 
     def _regroup(self, position: Position) -> None:
         """Wait for the next formation, take the state of its furthest process, and rebuild what depends on ranks."""
-        formation = self.live.regroup(position, self._left_out)
+        formation = self.live.regroup(position, self._drop_state)
         if not self.has_state:
             self.stopped_at = time.monotonic()  # until now it has only started
         self.world = self.parts.world = self.live.world
@@ -274,12 +273,12 @@ class LiveTrainTask(TrainTask):
         parts.strategy.place(parts.model.train(), lambda: parts.data.first_training_batch(parts.order, self.device))
         if self.world.is_main and not self.is_writer:
             self._take_over()
-        self._rewire()
+        self._rebuild_training()
         self.live.release()
-        self._tell(formation)
+        self._publish_regrouping(formation)
 
-    def _rewire(self) -> None:
-        """A new loop, whose collectives are those of the new group, at the place of the old one."""
+    def _rebuild_training(self) -> None:
+        """Replace the loop by one at the same place, whose collectives are those of the new group."""
         before, training = self.training, self.wired()
         training.progress, training.metrics = before.progress, before.metrics
         training.outcome, training.unread = before.outcome, before.unread
@@ -292,8 +291,7 @@ class LiveTrainTask(TrainTask):
         self.watch_thread.is_training = True
 
     def _take_over(self) -> None:
-        """Become the process that writes: to the run's files, which continue where the last one's writing is sure, and
-        to the terminal."""
+        """Become the process that writes to the terminal, and to the run's files after their certain part."""
         self.is_writer = True
         take_terminal()
         is_locked = self._lock()
@@ -317,7 +315,7 @@ class LiveTrainTask(TrainTask):
             self.warn(f"{self.lock.lock_file} is still locked by the lost rank 0: the run goes on without the lock")
 
     def _take_over_steering(self) -> None:
-        """What the lost rank 0 has written down, but not agreed on with the others, is proposed again."""
+        """Propose again what the lost rank 0 has written down, but not agreed on with the others."""
         progress = self.training.progress
         settled = self.parts.state.step if progress.settled is None else progress.settled
         self.steering = Steering(self.bus, self.recipe.folder / FILE)
@@ -326,8 +324,7 @@ class LiveTrainTask(TrainTask):
         progress.flags = [*(progress.flags or [False] * 4)[:4], *self.steering.flags(settled)]
 
     def _lock(self) -> bool:
-        """Lock the run's folder -> whether that was possible: a file system of several machines may keep the lock of a
-        lost one for longer."""
+        """Lock the run's folder -> whether it is locked: a file system may keep a lost machine's lock for longer."""
         with suppress(Timeout):
             self.lock.acquire(timeout=LOCK_SECONDS)
         return self.lock.is_locked
@@ -359,7 +356,7 @@ class LiveTrainTask(TrainTask):
         for event in self.backlog.missed(extras["events"]):
             self.bus.publish(event)
 
-    def _tell(self, formation: Formation) -> None:
+    def _publish_regrouping(self, formation: Formation) -> None:
         event = Regrouped(
             step=self.parts.state.step,
             losses=self.live.untold_losses(),
@@ -372,7 +369,6 @@ class LiveTrainTask(TrainTask):
         self.bus.publish(event)
 
     def facts_of_end(self) -> dict[str, Any]:
-        """For the summary."""
         return {"regrouped": self.regrouped}
 
 
