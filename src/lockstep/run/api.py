@@ -62,15 +62,15 @@ class Run:
         return layout.listed(self.folder / "checkpoints")[::-1]
 
     def load(self, *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False) -> LoadedModel:
-        """As lockstep.load(run)."""
+        """Call lockstep.load with this run."""
         return load(self, device=device, dtype=dtype, trust_code=trust_code)
 
     def evaluate(self, *overrides: str, split: str = "test", trust_code: bool = False) -> EvaluationResult:
-        """As lockstep.evaluate(run), which has more options."""
+        """Call lockstep.evaluate with this run, which has more options."""
         return evaluate(self, *overrides, split=split, trust_code=trust_code)
 
     def export(self, *overrides: str, to: PathLike | None = None, trust_code: bool = False) -> "Export":
-        """As lockstep.export(run), which has more options."""
+        """Call lockstep.export with this run, which has more options."""
         return export(self, *overrides, to=to, trust_code=trust_code)
 
 
@@ -80,17 +80,17 @@ class Export:
 
     folder: Path
     facts: ExportFacts
-    """What lockstep.json says: digest, labels, metrics, recipe, how well the outputs agree."""
+    """Contents of lockstep.json: digest, labels, metrics, recipe, how well the outputs agree."""
     space: Path | None = None
     """The folder of the Hugging Face Space that the export is in."""
     url: str | None = None
-    """Where it is on the hub."""
+    """URL of the upload."""
 
     def __fspath__(self) -> str:
         return str(self.folder)
 
     def load(self, *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False) -> LoadedModel:
-        """As lockstep.load(export)."""
+        """Call lockstep.load with this export."""
         return load(self, device=device, dtype=dtype, trust_code=trust_code)
 
 
@@ -127,7 +127,7 @@ def train(
 
 
 spawn = train
-"""Its earlier name."""
+"""Earlier name of `train`."""
 
 
 def evaluate(
@@ -149,11 +149,11 @@ def evaluate(
     options = evaluate_model.EvaluateOptions(
         split=split, file=_path(file), worst=worst, calibrates=calibrate, to=_path(to), trusts=trust_code
     )
-    _, folder = evaluate_model.measure(Path(target), overrides, options, launch=_measured_here)
+    _, folder = evaluate_model.measure(Path(target), overrides, options, launch=_launch_evaluation)
     return evaluation_result.read(folder)
 
 
-def _measured_here(recipe: Recipe, arguments: tuple[str, ...]) -> int:
+def _launch_evaluation(recipe: Recipe, arguments: tuple[str, ...]) -> int:
     launch_here(recipe, arguments, name=evaluate_model.NAME)
     return 0
 

@@ -55,7 +55,7 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
 
 
 def initial_model(recipe: Recipe, spec: DataSpec) -> Model:
-    """The model as training starts with it, also after a warm start; not for several processes."""
+    """Return the model as training starts with it, also after a warm start; not for several processes."""
     model = build_model(recipe, spec)
     if recipe.model.init:
         warm_start(model, recipe.model.init)
@@ -90,7 +90,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
 
 
 def first_steps(model: Model, unfreeze: Mapping[str, int]) -> dict[str, int]:
-    """Parameter -> the step, from 0, from which it is trained. Raises ConfigError for a pattern that matches none."""
+    """Return the first step, from 0, that trains each parameter. Raises ConfigError for a pattern that matches none."""
     names = [name for name, _ in model.named_parameters()]
     steps = unfreeze.items()
     return {name: step for key, step in steps for name in matching([key], names, setting="model.unfreeze")}
@@ -112,8 +112,8 @@ def assemble(
     *,
     placing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Components:
-    """Build everything for this process; the process group is open and the data has been prepared. `placing` is around
-    the placing of the model."""
+    """Build everything for this process; the process group is open and the data has been prepared. `placing` is the
+    context in which the model is placed."""
     with raise_on_all_ranks():
         data = open_splits(recipe)
     data.check_streams()
@@ -154,8 +154,9 @@ def assemble(
 
 
 def token_flops(model: Model, context: int) -> int:
-    """Operations per token of a sample of `context` tokens, forward and backward, of matrix products and attention:
-    6 for each weight but those of embeddings that are only looked up, and 12 T for each number of attention's width.
+    """Return operations per token of a sample of `context` tokens, forward and backward, of matrix products and
+    attention: 6 for each weight, except of embeddings that are only looked up, and 12 T for each number of attention's
+    width.
 
     What is recomputed does not count, and what a causal mask hides does. Of a mixture of experts, all count.
     Source: A. Chowdhery et al., PaLM, 2022, appendix B: model FLOPs utilization (MFU).

@@ -1,4 +1,4 @@
-"""What one process of a run consists of: data, model, optimizer state, and the questions about all of them together."""
+"""The components of one process of a run: data, model, optimizer state, and questions about all of them together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class Components:
     total_steps: int
     warm_start: WarmStart | None = None
     token_flops: int | None = None
-    """Of a language model, on the main rank: floating-point operations per token."""
+    """Floating-point operations per token of a language model, on the main rank."""
 
     @property
     def strategy(self) -> Strategy:
@@ -68,14 +68,14 @@ class Components:
         return self.data.training_loader(requests, self.device).steps()
 
     def owned(self, step: int) -> tuple[list[int], frozenset[int]]:
-        """The non-empty shards of a step: those of this rank, and all of them."""
+        """Return the non-empty shards of a step: those of this rank, and all of them."""
         present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
         own = self.strategy.owned(self.order.shards_per_step, present)
         return [shard for shard in own if shard is not None], present
 
     @property
     def least_samples(self) -> int:
-        """The samples of the smallest micro-batch of the run: the last ones of an epoch may have fewer than others."""
+        """Size of the smallest micro-batch of the run: the last ones of an epoch may have fewer samples than others."""
         last = min(self.order.steps_per_epoch, self.total_steps) - 1
         return min(len(rows) for step in (0, last) for rows in self.order.shards(step) if len(rows))
 
@@ -86,7 +86,7 @@ class Components:
 
     @property
     def subject(self) -> EvaluationTarget:
-        """The current model, ready to be evaluated."""
+        """Current model, ready to be evaluated."""
         return EvaluationTarget(
             forward=self.strategy.forward,
             loss=self.model.loss,
@@ -126,7 +126,7 @@ class Components:
             measured, are_all = trial_evaluation(replace(self.subject, requested="auto"), first)
         except DataError:
             with raise_on_all_ranks():
-                self.data.faults["test"].refuse_outside(first)  # which tells the sample
+                self.data.faults["test"].refuse_outside(first)  # which names the sample
             raise
         known = [name for name in measured if name == "loss" or is_requested(name.partition(".")[0], asked)]
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
@@ -139,7 +139,7 @@ class Components:
                 check("evaluate.metrics", name, measured, are_all=are_all)
 
     def replicated_tensors(self) -> list[tuple[str, Tensor]]:
-        """This rank's weights and buffers, which must be equal on all ranks of `strategy.copies`."""
+        """Return this rank's weights and buffers, which must be equal on all ranks of `strategy.copies`."""
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: tensor for name, tensor in self.strategy.state().items() if name not in weights}
         tensors = [(name, tensor) for name, tensor in buffers.items() if isinstance(tensor, Tensor)]
@@ -147,7 +147,7 @@ class Components:
 
     @property
     def uses_sync_batchnorm(self) -> bool:
-        """Whether BatchNorm statistics are taken over all processes; a lone process has nothing to synchronise."""
+        """Whether BatchNorm statistics are taken over all processes; a single process has nothing to synchronise."""
         return self.recipe.train.batchnorm == "sync" and self.world.size > 1 and has_batchnorm(self.model)
 
     @property
@@ -200,7 +200,7 @@ class Components:
         return check.findings(micro_batch, again=again)
 
     def digests(self, *, is_collective: bool) -> dict[str, str | None]:
-        """Digests of weights and buffers as they are used and, with a moving average, of those being trained.
+        """Return digests of weights and buffers as they are used and, with a moving average, of those being trained.
 
         Without collectives a digest is None where this rank does not hold all weights.
         """
@@ -219,7 +219,7 @@ class Components:
 
 
 def start_notes(parts: Components, world: World) -> list[str]:
-    """What the user should know before training starts: sentences, the same on every rank. Collective."""
+    """Return sentences that the user should know before training starts, the same on every rank. Collective."""
     notes = list[str]()
     idle = all_gather_object(not parts.owned(0)[0]).count(True)
     if idle:
@@ -236,9 +236,9 @@ def start_notes(parts: Components, world: World) -> list[str]:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
     notes += (
-        _wide_head(parts)
-        + _unprepared(parts)
-        + _dated(parts)
+        _head_note(parts)
+        + _prediction_note(parts)
+        + _date_note(parts)
         + parts.model._lockstep_notes
         + (parts.warm_start.notes if parts.warm_start else ())
     )
@@ -261,8 +261,8 @@ def start_notes(parts: Components, world: World) -> list[str]:
     return notes
 
 
-def _wide_head(parts: Components) -> tuple[str, ...]:
-    """That the model gives more outputs than the data has classes."""
+def _head_note(parts: Components) -> tuple[str, ...]:
+    """Note that the model gives more outputs than the data has classes, if so."""
     classes, outputs = len(parts.data.train.spec.labels), getattr(getattr(parts.model, "objective", None), "classes", 0)
     if (outputs or 0) <= classes:
         return ()
@@ -270,8 +270,8 @@ def _wide_head(parts: Components) -> tuple[str, ...]:
     return (f"{what}: F1, the confusion matrix, predict and serve need one for each class",)
 
 
-def _unprepared(parts: Components) -> tuple[str, ...]:
-    """Why files cannot be predicted."""
+def _prediction_note(parts: Components) -> tuple[str, ...]:
+    """Note why files cannot be predicted, if so."""
     spec = parts.data.train.spec
     if spec.modality == "text" and parts.data.tokenizer is None:
         return ("predict and serve cannot use this model: for texts they need the tokenizer of model.kind=transformer",)
@@ -282,8 +282,8 @@ def _unprepared(parts: Components) -> tuple[str, ...]:
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 
 
-def _dated(parts: Components) -> tuple[str, ...]:
-    """Which day a chat template is told."""
+def _date_note(parts: Components) -> tuple[str, ...]:
+    """Note the date that a chat template writes, if it writes one."""
     if not isinstance(tokenizer := parts.data.tokenizer, ChatTokenizer) or tokenizer.day is None:
         return ()
     return (f"the chat template writes the date: chats are learned with data.date={tokenizer.day}, on any day",)
@@ -309,7 +309,7 @@ def evaluate_source(
 
 
 def evaluation_requests(recipe: Recipe, source: Source, world: World) -> EvaluationRequests:
-    """The micro-batches of a source that this rank evaluates."""
+    """Return the micro-batches of a source that this rank evaluates."""
     return EvaluationRequests(
         samples=len(source),
         lengths=source.lengths,
@@ -320,15 +320,15 @@ def evaluation_requests(recipe: Recipe, source: Source, world: World) -> Evaluat
 
 
 def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetric]:
-    """The metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
+    """Return the metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
     spec = with_objective(spec, recipe.model.objective)
     known = declared_metrics(objective_of(spec).metrics(spec), own_metrics(recipe.model, spec))
     return {name: metric for name, metric in known.items() if is_requested(name, recipe.evaluate.metrics)}
 
 
 def with_modes(recipe: Recipe, metrics: Mapping[str, DeclaredMetric]) -> Recipe:
-    """The recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name; left open
-    where neither says whether smaller or larger values are better."""
+    """Return the recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name; left
+    open where neither says whether smaller or larger values are better."""
     changed: dict[str, Any] = {}
     for section, _, name, mode in open_modes(recipe):
         found = mode_of(name, metrics) or mode_by_name(name) or "auto"
@@ -337,7 +337,7 @@ def with_modes(recipe: Recipe, metrics: Mapping[str, DeclaredMetric]) -> Recipe:
 
 
 def open_modes(recipe: Recipe) -> Iterator[tuple[str, str, str, str]]:
-    """Each section, setting and metric that decides something while the section's setting `mode` is left open."""
+    """Yield section, setting, metric and mode setting of each metric that decides something while its mode is open."""
     for section, key, mode in (("checkpoint", "best", "mode"), ("train", "stop_metric", "stop_mode")):
         settings = getattr(recipe, section)
         if getattr(settings, key) is not None and getattr(settings, mode) == "auto":

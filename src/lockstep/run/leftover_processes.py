@@ -12,7 +12,7 @@ PATIENCE_SECONDS = 5.0
 """An upload started at the end of a run may take a while."""
 POLL_SECONDS = 0.05
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor")
-"""In the command lines of processes that exit with this one by themselves."""
+"""Words in the command lines of processes that exit with this one by themselves."""
 
 
 def end_leftovers(seconds: float) -> list[str]:
@@ -35,7 +35,7 @@ def end_leftovers(seconds: float) -> list[str]:
 
 
 def has_threads() -> bool:
-    """Whether the interpreter would wait for a thread before it exits."""
+    """Return whether the interpreter would wait for a thread before it exits."""
     return bool(_threads())
 
 
@@ -45,7 +45,7 @@ def _threads() -> list[threading.Thread]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Child processes, except those that multiprocessing ends by itself."""
+    """List child processes, except those that multiprocessing ends by itself."""
     daemons = {process.pid for process in multiprocessing.active_children() if process.daemon}
     processes = []
     for child in psutil.Process().children():

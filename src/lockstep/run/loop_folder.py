@@ -28,12 +28,12 @@ from lockstep.training.script_optimizer import ScriptOptimizer
 from lockstep.training.state import TrainState
 
 SCRIPT = "script"
-"""Key of what the script's optimizer remembers, in the progress of a manifest."""
+"""Key of the state of the script's optimizer, in the progress of a manifest."""
 FOR_SCRIPTS = "For lockstep.Loop: another folder=..., or allow_drift=True"
 
 
 class TerminalLines:
-    """Shows warnings, resumes and the end to whoever has started the script."""
+    """Prints warnings, resumes and the end on the script's terminal."""
 
     def notice(self, event: object) -> None:
         match event:
@@ -96,7 +96,7 @@ class LoopFolder:
         return checkpoint
 
     def saving(self, state: TrainState, optimizer: ScriptOptimizer, order: Order) -> Saving:
-        """The saves of the run."""
+        """Build the saving of checkpoints."""
 
         def manifest(metrics: dict[str, float]) -> layout.Manifest:
             return layout.Manifest(
@@ -114,7 +114,7 @@ class LoopFolder:
         return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json on rank 0; on a full disk say so, since the training itself is done."""
+        """Write summary.json on rank 0; on a full disk warn, since the training itself is done."""
         if self.world.is_main:
             try:
                 storage.write(self.path / "summary.json", json.dumps(summary, indent=1))
@@ -128,7 +128,7 @@ class LoopFolder:
         self.lock.release()
 
     def _claim(self) -> None:
-        """Two runs in one folder would delete each other's checkpoints. Raises LaunchError, ConfigError."""
+        """Lock the folder: two runs in it would delete each other's checkpoints. Raises LaunchError, ConfigError."""
         self.path.mkdir(parents=True, exist_ok=True)
         run_folder.check_folder(self.path)
         if (self.path / RECIPE).exists():

@@ -17,13 +17,13 @@ from lockstep.training.training_config import TrainSection
 
 S = TypeVar("S", bound=Section)
 NAMES = {"every_steps": "save_steps", "every_minutes": "save_minutes"}
-"""Setting of a section -> argument of Loop, where it is another."""
+"""Setting of a section -> argument of Loop, where it has another name."""
 Schedule = Callable[[int], float]
-"""Step, from 0 -> what the learning rates of the optimizer are multiplied with."""
+"""Function of a step, from 0 -> factor of the optimizer's learning rates."""
 
 
 class OwnSection(Section):
-    """What belongs to several sections of a config."""
+    """Settings that belong to several sections of a config."""
 
     folder: Path
     seed: int = Field(ge=0, lt=2**63)
@@ -34,8 +34,6 @@ class OwnSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """Those of a whole loop."""
-
     own: OwnSection
     train: TrainSection
     checkpoint: CheckpointSection
@@ -44,13 +42,13 @@ class LoopSettings:
     allow_drift: bool
 
     def numeric(self) -> dict[str, Any]:
-        """Those that can change a bit of the weights at any step, by their names in a config: the numeric recipe."""
+        """Return the settings that can change a bit of the weights, by their names in a config: the numeric recipe."""
         train = {f"train.{name}": getattr(self.train, name) for name in ("global_batch", "micro_batch", "precision")}
         own = {"run.seed": self.own.seed, "run.reproducibility": "exact", "optim.clip": self.own.clip}
         return {**own, **train}
 
     def order(self, samples: int) -> Order:
-        """Which samples each step has."""
+        """Return the order of the samples over the steps."""
         return Order(
             seed=self.own.seed,
             samples=samples,
@@ -59,7 +57,7 @@ class LoopSettings:
         )
 
     def text(self) -> str:
-        """YAML in the sections of a config, for those who read the folder."""
+        """Return YAML in the sections of a config, for those who read the folder."""
         own, sections = self.own, {"train": self.train, "checkpoint": self.checkpoint, "observe": self.observe}
         plain = {
             "run": {"seed": own.seed, "threads": own.threads},
@@ -71,7 +69,7 @@ class LoopSettings:
 
 
 def checked(kind: type[S], values: Mapping[str, Any]) -> S:
-    """A section of these values. Raises ConfigError."""
+    """Build a section of these values. Raises ConfigError."""
     try:
         return kind(**values)
     except ValidationError as error:
@@ -92,7 +90,7 @@ def loop_settings(
     schedule: Schedule | None,
     allow_drift: bool,
 ) -> LoopSettings:
-    """Check all. Raises ConfigError."""
+    """Check all settings. Raises ConfigError."""
     settings = LoopSettings(
         own=checked(OwnSection, own),
         train=checked(TrainSection, train),

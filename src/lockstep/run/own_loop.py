@@ -49,7 +49,7 @@ SETTLE_SECONDS = 10.0
 
 def seed(number: int, *, threads: int = 1) -> None:
     """Seed torch, NumPy and Python before a model is made, so that its initial weights are the same at every start:
-    those of a run from a config with run.seed=number. `threads`: as of `Loop`."""
+    those of a run from a config with run.seed=number. `threads`: as in `Loop`."""
     fix_numerics(threads=threads, exact=True)
     seed_all(seed_of(number, "weights"))
 
@@ -165,12 +165,12 @@ class Loop:
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """Number of this process."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self._world.size
 
     @property
@@ -186,7 +186,7 @@ class Loop:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The last one of an epoch may have fewer samples."""
+        """Number of steps of an epoch, of which the last one may have fewer samples."""
         return self._order.steps_per_epoch
 
     @property
@@ -206,9 +206,9 @@ class Loop:
             sys.stdout.flush()
 
     def sum(self, values: Any) -> float | int:
-        """The sum over all processes, without rounding errors, of numbers, tensors, or lists of them. Every process has
-        to call it. Give floats one by one, such as the losses of the samples, since their sums would be rounded on each
-        process before."""
+        """Return the sum over all processes, without rounding errors, of numbers, tensors, or lists of them. Every
+        process has to call it. Give floats one by one, such as the losses of the samples, since their sums would be
+        rounded on each process before."""
         return world_sums({"": exact_sum(values)})[""]
 
     def evaluate(
@@ -239,8 +239,8 @@ class Loop:
         self._ask(Stop())
 
     def __iter__(self) -> Iterator[OwnStep]:
-        """The steps that are still to be done. After SIGTERM or Ctrl-C the state is saved at the end of the step, and
-        the script ends with exit code 75."""
+        """Yield the remaining steps. After SIGTERM or Ctrl-C the state is saved at the end of the step, and the script
+        ends with exit code 75."""
         if self._has_begun:
             raise ModelError("the steps of a loop are run once: make another lockstep.Loop with another folder")
         self._has_begun = True
@@ -317,7 +317,7 @@ class Loop:
 
     @contextmanager
     def _training(self) -> Iterator[Training]:
-        """What `stepping` needs; inside, the model belongs to the loop, and signals are handled."""
+        """Yield what `stepping` needs; inside, the model belongs to the loop, and signals are handled."""
         with ExitStack() as stack:
             stack.callback(self._folder.close)
             stack.callback(self._strategy.release)
@@ -329,7 +329,7 @@ class Loop:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(signals.watching())
             signals.is_graceful = True
-            training = self._wired(signals)
+            training = self._build_training(signals)
             stack.callback(training.saving.settle, SETTLE_SECONDS)
             try:
                 yield training
@@ -338,7 +338,7 @@ class Loop:
                 self._folder.bus.publish(RunEnded(status=status, summary={}))
                 raise
 
-    def _wired(self, signals: SignalWatch) -> Training:
+    def _build_training(self, signals: SignalWatch) -> Training:
         state, folder, observe = self._state, self._folder, self._settings.observe
         saving = folder.saving(state, self._memory, self._order)
         saving.newest = self._checkpoint

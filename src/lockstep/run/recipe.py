@@ -30,12 +30,12 @@ def plugin(family: str, default: str) -> Kind:
 
 
 LONGEST_NAME = 200
-"""Bytes; file systems allow 255, and names of temporary files are longer."""
+"""Limit in bytes; file systems allow 255, and names of temporary files are longer."""
 DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{i}" for port in ("COM", "LPT") for i in range(1, 10))}
 PROCESSORS = ("image_processor", "feature_extractor")
 """Settings whose default becomes `none` for a model without one."""
 MOST_SHARDS = 2**16
-"""Micro-batches of one step; each is a forward and a backward pass."""
+"""Limit of micro-batches of one step; each is a forward and a backward pass."""
 
 
 class RunSection(Section):
@@ -91,7 +91,7 @@ class Recipe(Section):
 
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
-    """Settings that are valid one by one but not together."""
+    """List settings that are valid one by one but not together."""
     return [
         *_length(recipe),
         *_modality(recipe),
@@ -127,7 +127,7 @@ def _modality(recipe: Recipe) -> Iterator[Complaint]:
 
 
 def _processor(recipe: Recipe) -> Iterator[Complaint]:
-    """Also of the recipe that a run keeps, which names the model's own."""
+    """Check the processor, also of the recipe that a run keeps, which names the model's own."""
     asked = recipe.data.image_processor if isinstance(recipe.data, PixelSection) else AUTO
     if asked not in (AUTO, NO_PROCESSOR, recipe.model.own_image_processor):
         what = "auto, that of a model of transformers, and none"
@@ -185,7 +185,7 @@ def _adapter(recipe: Recipe) -> Iterator[Complaint]:
 
 
 def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
-    """Metrics that decide something but are not measured; a model of the user's may measure any."""
+    """List metrics that decide something but are not measured; a model of the user's may measure any."""
     settings = {("checkpoint", "best"): recipe.checkpoint.best, ("train", "stop_metric"): recipe.train.stop_metric}
     known = metric_names(recipe)
     return [
@@ -196,7 +196,7 @@ def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
 
 
 def metric_names(recipe: Recipe) -> list[str]:
-    """Names of the metrics of the objective, or of all where the settings do not tell which it is."""
+    """List the metrics of the objective, or of all where the settings do not name one."""
     named = [name for name in (recipe.model.objective, recipe.data.objective) if name != "auto"]
     objectives = named[:1] or plugins.names("models.objectives")
     return ["loss", *(name for each in objectives for name in plugins.find("models.objectives", each).METRICS)]
@@ -218,7 +218,7 @@ def parse(text: str, *, file: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def run_folder_overrides(run: Path) -> list[str]:
-    """Overrides that make a recipe stand for the run in this folder, an absolute path."""
+    """Return overrides that make a recipe stand for the run in this folder, an absolute path."""
     settings = {"run.dir": str(run.parent), "run.name": run.name}
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
@@ -254,15 +254,15 @@ def _with_defaults(recipe: Recipe) -> Recipe:
 
 
 def joined(recipe: Recipe) -> Recipe:
-    """The recipe without documents that are kept apart."""
+    """Return the recipe without documents that are kept apart."""
     if not recipe.data.PACKS:
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"documents": "joined"})})
 
 
 def begun(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with what the first start of a run settles, where its settings do not: its name, which is the config
-    file's and the time, and the day that chat templates are told."""
+    """Return the recipe with what the first start of a run decides, where its settings do not: its name, from the
+    config file's and the time, and the date for chat templates."""
     if recipe.run.name is None:
         stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "run"
         name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -276,7 +276,7 @@ def begun(recipe: Recipe, path: Path) -> Recipe:
 
 
 def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dict[str, Any]:
-    """Every setting and fact that can change a bit of the weights, by dotted name.
+    """Return every setting and fact that can change a bit of the weights, by dotted name.
 
     Not in it: the world size, and how often a run logs, saves and evaluates. Of the strategy, only what it names
     itself (StrategySection.numeric).
@@ -303,7 +303,7 @@ def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1)
 
 
 def unset(recipe: Recipe) -> set[str]:
-    """The settings that have their default, by dotted name: a checkpoint of an earlier version may not have them."""
+    """List the settings that have their default, by dotted name: a checkpoint of an earlier version may lack them."""
     found = set()
     for name in ("data", "model", "optim", "schedule", "train"):
         section: Section = getattr(recipe, name)
@@ -315,12 +315,12 @@ def unset(recipe: Recipe) -> set[str]:
 
 
 def kind_of(section: str) -> Kind | None:
-    """What a section's `kind` chooses among; None for a section that is no plugin's."""
+    """Return the plugins among which a section's `kind` chooses; None for a section that is no plugin's."""
     return next((each for each in Recipe.model_fields[section].metadata if isinstance(each, Kind)), None)
 
 
 def settings() -> list[str]:
-    """Every section.key that a config can have, with those of all plugins."""
+    """List every section.key that a config can have, with those of all plugins."""
     found = set()
     for name, field in Recipe.model_fields.items():
         kind = kind_of(name)
@@ -330,13 +330,13 @@ def settings() -> list[str]:
 
 
 def tasks() -> list[str]:
-    """What there is to start with: data sources, and models that name data to start with."""
+    """List what a recipe can start from: data sources, and models that name data to start with."""
     models = (name for name in plugins.names("models") if "data" in plugins.find("models", name).Config.STARTER)
     return sorted([*plugins.names("data.sources"), *models])
 
 
 def starter(task: str, code: Path = Path("user.py")) -> Recipe:
-    """A recipe to start from for a data source, with a model and settings that suit it; or for a model, with its data.
+    """Return a starting recipe: for a data source, with a model and settings that suit it; for a model, with its data.
 
     `code` is the user's Python file, for a source that has a template of one. Raises ConfigError for an unknown task.
     """
@@ -356,7 +356,7 @@ def starter(task: str, code: Path = Path("user.py")) -> Recipe:
 
 
 def with_auto(recipe: Recipe) -> Recipe:
-    """The recipe with auto in place of the names of what was saved with its model: that suits any model.name."""
+    """Return the recipe with auto in place of the model's own tokenizer and processors, which suits any model.name."""
     own = {
         "tokenizer": recipe.model.own_tokenizer,
         "image_processor": recipe.model.own_image_processor,
@@ -367,7 +367,7 @@ def with_auto(recipe: Recipe) -> Recipe:
 
 
 def _source_of(task: str) -> str:
-    """Raises ConfigError for an unknown task."""
+    """Return the data source of a task. Raises ConfigError for an unknown one."""
     if task in plugins.names("data.sources"):
         return task
     if task not in (known := tasks()):
@@ -376,6 +376,6 @@ def _source_of(task: str) -> str:
 
 
 def template(task: str) -> Path | None:
-    """The Python file that `lockstep init` copies for a task, if any. Raises ConfigError for an unknown task."""
+    """Return the Python file that `lockstep init` copies for a task, if any. Raises ConfigError for an unknown task."""
     file: Path | None = plugins.find("data.sources", _source_of(task)).Config.TEMPLATE
     return file

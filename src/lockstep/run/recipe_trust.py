@@ -8,12 +8,11 @@ from lockstep.base.config import Section
 from lockstep.run.recipe import Recipe
 
 SWEEP = "sweep.json"
-"""In the folder of a sweep, beside a copy of its config."""
+"""File in the folder of a sweep, beside a copy of its config."""
 
 
 def executable_code(recipe: Recipe) -> list[trust.Code]:
-    """Everything that a run of this recipe executes besides Lockstep: Python files, and launch settings that name
-    programs."""
+    """List the code that a run of this recipe adds: Python files, and launch settings that name programs."""
     codes = code_of_files(recipe)
     launch: Section = recipe.launch
     values = launch.model_dump(mode="json", exclude={"kind", "nodes", "processes", "interface"})
@@ -27,14 +26,14 @@ def executable_code(recipe: Recipe) -> list[trust.Code]:
 
 
 def code_of_files(recipe: Recipe) -> list[trust.Code]:
-    """The Python files that a recipe names, which a worker executes."""
+    """List the Python files that a recipe names, which a worker executes."""
     own = (recipe.optim.file, recipe.schedule.file)
     files = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment, *own)
     return [code for file in dict.fromkeys(files) if file is not None for code in trust.code_with_imports(file)]
 
 
 def is_in_run_folder(path: Path) -> bool:
-    """Whether a config file was written by Lockstep, into the folder of a run or a sweep, instead of by the user."""
+    """Return whether Lockstep wrote a config file, into the folder of a run or a sweep, instead of the user."""
     return (path.parent / "checkpoints").is_dir() or any(
         (path.parent / name).is_file() for name in ("recipe.yaml", SWEEP)
     )

@@ -37,12 +37,11 @@ from lockstep.models.objectives._choice import TAGS, name_of, with_objective
 from lockstep.run.recipe import Recipe
 
 MISSING = {"", "none", "null", "nan", "na", "n/a", "<na>"}
-"""What tables write where there is no value."""
+"""Texts in tables that mean a missing value."""
 
 
 def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
-    """Have each rank read the first samples twice -> their digest. A collective. Raises DataError on all ranks where
-    they differ."""
+    """Have each rank read the first samples twice -> their digest. Collective. Raises DataError where they differ."""
     found: list[str] = []
     with raise_on_all_ranks():
         for _ in range(2):
@@ -65,28 +64,28 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
 
 
 CONTENTS, FULL = "data.contents", "data.contents_full"
-"""Of the numeric recipe: sums over the training samples, see data.fingerprint."""
+"""Names in the numeric recipe of sums over the training samples, see data.fingerprint."""
 CLASSES = "data.classes"
 """Name in the numeric recipe of the list of classes, in the order in which the model numbers them."""
 DATE = "data.date"
-"""Name in the numeric recipe of the day that a chat template is told, where it asks for it."""
+"""Name in the numeric recipe of the date that a chat template asks for."""
 MOST_NAMES = 100
-"""Of classes, in the numeric recipe; of more, there is a sum."""
+"""Number of classes that the numeric recipe lists; for more there is a sum."""
 MOST_SHOWN = 10
 """Number of classes named in a message."""
 CHECKED_SAMPLES = 32
-"""First samples of a stream that all ranks compare."""
+"""Number of first samples of a stream that all ranks compare."""
 MANY_SAMPLES = sys.maxsize
 
 
-def _named(classes: Sequence[str]) -> list[str] | str:
+def _class_record(classes: Sequence[str]) -> list[str] | str:
     return [*classes] if len(classes) <= MOST_NAMES else fingerprint(classes)
 
 
 def check_classes(spec: DataSpec, numeric: Mapping[str, Any]) -> None:
     """Raise DataError where the data has other classes now than in a checkpoint's numeric recipe."""
     now, then = spec.labels, numeric.get(CLASSES)
-    if then is None or not now or _named(now) == then:
+    if then is None or not now or _class_record(now) == then:
         return
     known = then if isinstance(then, list) else []
     why = "set the data back to what the model was trained on, or take an export that was made then, which keeps them"
@@ -115,25 +114,25 @@ class Splits:
     blocks: Blocks | None = None
     """How training takes the samples of a stream."""
     first_samples: dict[str, str] = field(default_factory=dict)
-    """Of a stream that has been checked: CONTENTS, a sum over them."""
+    """CONTENTS -> a sum over the first samples of a stream that has been checked."""
 
     @property
     def pad_id(self) -> int:
-        """The token id that short rows are padded with."""
+        """Token id that short rows are padded with."""
         return self.tokenizer.pad_id if self.tokenizer else 0
 
     def common_numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """As `numeric`, once all ranks have found that they hold the same data. A collective. Raises DataError."""
+        """Return `numeric`, once all ranks have found that they hold the same data. A collective. Raises DataError."""
         with raise_on_all_ranks():
             facts = self.numeric(warn)
         check_equal(facts)
         return facts
 
     def numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
+        """Return facts of the samples that change the weights, for the numeric recipe. Fetches some of them."""
         facts: dict[str, Any] = {}
         if labels := self.train.spec.labels:
-            facts = {CLASSES: _named(labels)}
+            facts = {CLASSES: _class_record(labels)}
         if isinstance(self.tokenizer, ChatTokenizer) and self.tokenizer.day is not None:
             facts[DATE] = str(self.tokenizer.day)
         if self.blocks is not None:
@@ -150,7 +149,7 @@ class Splits:
         return facts | {"data.samples": len(self.train)} | window | sizes
 
     def order(self) -> Order:
-        """The order in which training visits the samples."""
+        """Return the order in which training visits the samples."""
         train = self.recipe.train
         sizes: dict[str, Any] = {"global_batch": train.global_batch, "micro_batch": train.micro_batch}
         if self.blocks is not None:
@@ -259,20 +258,20 @@ def open_splits(
 
 def _once(publish: Callable[[object], None]) -> Callable[[object], None]:
     """Return a `publish` that drops repeated warnings, such as those of both splits about their common file."""
-    told = set[str]()
+    seen = set[str]()
 
     def publish_once(event: object) -> None:
         if isinstance(event, Warned):
-            if event.message in told:
+            if event.message in seen:
                 return
-            told.add(event.message)
+            seen.add(event.message)
         publish(event)
 
     return publish_once
 
 
 def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
-    """How training takes the samples of a stream. Raises ConfigError for settings that do not fit one."""
+    """Return how training takes the samples of a stream. Raises ConfigError for settings that do not fit one."""
     data, stream = recipe.data, stream_of(train)
     asked = data.samples_per_epoch if isinstance(data, StreamSection) else None
     if stream is None:
@@ -300,7 +299,7 @@ def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
 
 
 def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
-    """The tokenizer of data that is packed. Raises DataError."""
+    """Open the tokenizer of data that is packed. Raises DataError."""
     options = {"vocabulary": section.vocabulary, "cache": section.cache, "add_bos": section.add_bos}
     options["special"] = section.special_tokens_in_text
     if not section.CHATS:
@@ -320,7 +319,7 @@ def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
     if len(names) >= len(used) == 1 and recipe.data.limit is None:
         message = f"all training samples are of one class, {names[used[0]]!r}: a model learns nothing from them"
         if is_class and recipe.model.code is recipe.data.code is None:  # the user's own may learn something else
-            raise DataError(f"{message}; name data with more classes{_below(recipe.data, names[0])}")
+            raise DataError(f"{message}; name data with more classes{_suggest_subfolder(recipe.data, names[0])}")
         publish(Warned(message=message))
     for message in (*_odd_texts(splits, recipe.model), *_missing_classes(names)):
         publish(Warned(message=message))
@@ -332,14 +331,14 @@ def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
 
 
 def _missing_classes(names: Sequence[str]) -> Iterator[str]:
-    """Classes that are what tables write where there is no value."""
+    """Yield warnings of classes whose name means a missing value in tables."""
     for name in names:
         if name.strip().lower() in MISSING:
             yield f"{name!r} is a class, of samples with that text as their label: remove the rows if it means no label"
 
 
 def _odd_texts(splits: Splits, model: Any) -> Iterator[str]:
-    """Training texts without words, and those that are cut."""
+    """Yield warnings of training texts without words, and of those that are cut."""
     lengths, tokenizer = splits.train.lengths, splits.tokenizer
     if lengths is None or not len(lengths) or not model.TAKES_TOKENS or splits.train.spec.modality != "text":
         return
@@ -354,8 +353,8 @@ def _odd_texts(splits: Splits, model: Any) -> Iterator[str]:
         )
 
 
-def _below(data: Any, name: str) -> str:
-    """What to set where a folder of class folders lies in another one."""
+def _suggest_subfolder(data: Any, name: str) -> str:
+    """Suggest what to set where a folder of class folders lies in another one."""
     only = data.train / name if isinstance(data, OwnFilesSection) else None
     if only is None or not only.is_dir() or not any(each.is_dir() for each in only.iterdir()):
         return ""

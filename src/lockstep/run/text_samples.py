@@ -63,7 +63,7 @@ def _questions(parts: Components) -> Iterator[list[int]]:
 
 
 def _prompts(parts: Components, tokenizer: TextTokenizer) -> Iterator[list[int]]:
-    """Beginnings of test samples that are spread over the split."""
+    """Yield beginnings of test samples that are spread over the split."""
     test = parts.data.test
     for number in range(min(PROMPTS, len(test))):
         columns = test.__getitems__([number * len(test) // PROMPTS])

@@ -1,4 +1,4 @@
-"""What summary.json says about the training itself."""
+"""Facts about the training itself for summary.json."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lockstep.training.loop_state import Training
 def training_summary(
     parts: Components, training: Training, *, evaluation: Evaluation | None, metrics: dict[str, float]
 ) -> dict[str, Any]:
-    """Steps, samples, speed, saves, and the last evaluation; `metrics` are empty where training has failed."""
+    """Return steps, samples, speed, saves, and the last evaluation; `metrics` are empty where training has failed."""
     state, speed = parts.state, training.throughput.steady
     return {
         "steps": state.step,
@@ -30,7 +30,7 @@ def training_summary(
 
 
 def _best(training: Training) -> dict[str, Any] | None:
-    """The checkpoint that `lockstep export` takes by checkpoint.best; None where the newest is taken."""
+    """Return the checkpoint that `lockstep export` takes by checkpoint.best; None where the newest is taken."""
     section, known = training.checkpoint, retention.manifests(training.saving.writer.root)
     folder = retention.best(known, section)
     if folder is None:

@@ -19,7 +19,7 @@ class UserCodeChecks:
     def __init__(self, parts: Components, warn: Callable[[str], None]) -> None:
         self.parts, self.warn = parts, warn
         self.findings: list[Finding] | None = None
-        """The same on every rank; None where nothing was checked."""
+        """Findings, the same on every rank; None where nothing was checked."""
 
     @property
     def world_size_dependence(self) -> str | None:
@@ -28,7 +28,7 @@ class UserCodeChecks:
         return self.parts.world_size_dependence or next(findings, None)
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of them."""
+        """Return the findings for summary.json."""
         findings = None if self.findings is None else [finding.plain() for finding in self.findings]
         return {"findings": findings, "digest_depends_on_world": self.world_size_dependence}
 

@@ -30,11 +30,9 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a warm start did."""
-
     notes: tuple[str, ...]
     digest: str
-    """Of the weights that were taken over."""
+    """Digest of the weights that were taken over."""
 
 
 def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> WarmStart:
@@ -45,7 +43,7 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     """
     found, own = _read(path), model.state_dict()
     found = dict(model.renamed(found)) if isinstance(model, Model) else found
-    by_name = _aligned(found, own)
+    by_name = _match_names(found, own)
     fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}
     if not fitting:
         raise ConfigError(
@@ -80,9 +78,9 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
 
 
 def _classes_at(path: Path) -> list[str] | None:
-    """The classes of the run or export at a path, where it tells them."""
+    """Return the classes of the run or export at a path, where it names them."""
     path = here(path)
-    with suppress(OSError, ValueError, AttributeError):  # of a folder of somebody else
+    with suppress(OSError, ValueError, AttributeError):  # a folder that Lockstep has not written
         if is_run(path) and not path.is_file():
             found = layout.read_manifest(run_of(path)[1]).numeric.get(CLASSES)
         else:
@@ -101,18 +99,18 @@ def _listing(names: Iterable[str]) -> str:
     return ", ".join(listed[:MAX_NAMES]) + more
 
 
-def _aligned(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name in the model -> name at the path, by that part of the beginnings of both that fits most."""
+def _match_names(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, str]:
+    """Match names in the model -> at the path, by the part of the beginnings of both that fits most."""
     pairings = [
-        {name: stripped[short] for name, short in _without(own, depth).items() if short in stripped}
+        {name: stripped[short] for name, short in _cut_prefixes(own, depth).items() if short in stripped}
         for depth in (0, 1)
-        for stripped in ({short: key for key, short in _without(found, cut).items()} for cut in (0, 1, 2))
+        for stripped in ({short: key for key, short in _cut_prefixes(found, cut).items()} for cut in (0, 1, 2))
     ]
     return max(pairings, key=len)
 
 
-def _without(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
-    """Names -> the same without their first `depth` parts, as far as all names share these."""
+def _cut_prefixes(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
+    """Return names -> the same without their first `depth` parts, as far as all names share these."""
     names = {name: name.replace(".base_layer.", ".") for name in tensors}  # where an adapter is beside it
     for _ in range(depth):
         if len({short.partition(".")[0] for short in names.values()}) == 1:
@@ -121,7 +119,7 @@ def _without(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The weights and buffers at a path by name, with the moving average of those that have one. Raises ConfigError."""
+    """Read weights and buffers at a path by name, moving averages where there are any. Raises ConfigError."""
     path = here(path)
     try:
         if is_run(path) and not path.is_file():
@@ -157,7 +155,7 @@ def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
 
 
 def _of_file(file: Path) -> dict[str, Tensor]:
-    """Raises ConfigError for a file that holds no state dict; a pickled one is read without executing code."""
+    """Read a file of weights, a pickled one without executing code. Raises ConfigError if it holds no state dict."""
     with storage.regular(file) as opened:
         if opened.peek(2)[:2] == b"PK":  # else of torch before 1.6, which is never compressed
             storage.check_archive(opened, file.stat().st_size)

@@ -1,4 +1,4 @@
-"""What every process of a run executes: load the recipe, do a task, exit with a meaningful code.
+"""The entry point of every process of a run: load the recipe, do a task, exit with a meaningful code.
 
     python -m lockstep.run.worker CONFIG.yaml [section.key=value ...] [--resume HOW] [--task NAME --request FILE]
 
@@ -105,13 +105,13 @@ def main(argv: list[str]) -> int:
 
 
 def record(error: BaseException) -> None:
-    """For the agent, which reports the first failure; nothing on a full disk."""
+    """Record an error for the agent, which reports the first failure; do nothing on a full disk."""
     with suppress(OSError):
         get_error_handler().record_exception(error)
 
 
 def report(error: BaseException) -> int:
-    """Say what has ended this process; returns its exit code."""
+    """Report what has ended this process -> its exit code."""
     record(error)
     if user_code.is_from_user(error):
         sys.stderr.write(f"{printable(user_code.report(error))}\n")
@@ -124,7 +124,7 @@ def report(error: BaseException) -> int:
 
 
 def of_main_rank(recipe: recipes.Recipe, options: argparse.Namespace) -> recipes.Recipe:
-    """Rank 0's recipe, for this rank: the name of the run may come of the time. Raises UntrustedCode."""
+    """Return rank 0's recipe, for this rank: the name of the run may come of the time. Raises UntrustedCode."""
     own = config.dump(recipe)
     text = broadcast_object(own)
     if text == own:
