@@ -1,4 +1,4 @@
-"""What the lessons take from Lockstep: its data, its order of samples, and its weights to compare theirs with."""
+"""Parts of Lockstep that the lessons use: its data, its order of samples, and a comparison with its weights."""
 
 import io
 import tempfile
@@ -18,7 +18,7 @@ from lockstep.run.api import spawn
 from lockstep.tools.trials import processes_text
 
 SETTINGS = ("optim.kind=sgd", "optim.weight_decay=0", "optim.clip=null", "schedule.shape=constant", "schedule.warmup=0")
-"""Those of torch.optim.SGD with a momentum of 0.9, as the lessons use it."""
+"""Settings equal to torch.optim.SGD with a momentum of 0.9, as the lessons use it."""
 
 ROUNDING = 1e-4
 
@@ -31,14 +31,14 @@ class Pixels(nn.Module):
 
 
 def digits(split: str) -> dict[str, Tensor]:
-    """The handwritten digits of scikit-learn: "image" [N, 1, 8, 8] uint8, and "label" [N] int64."""
+    """Load the handwritten digits of scikit-learn: "image" [N, 1, 8, 8] uint8, and "label" [N] int64."""
     source = _digits.build(Config(kind="digits"), split)
     batch = source.__getitems__(range(len(source)))
     return {name: torch.as_tensor(np.asarray(values)) for name, values in batch.items()}
 
 
 def order(samples: int, step: int, *, global_batch: int, micro_batch: int) -> list[Tensor]:
-    """Which samples a step takes: the rows of each of its micro-batches."""
+    """Return the samples of a step, as the rows of each of its micro-batches."""
     shards = Order(seed=0, samples=samples, global_batch=global_batch, micro_batch=micro_batch).shards(step)
     return [torch.tensor(shard) for shard in shards]
 

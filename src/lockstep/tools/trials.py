@@ -27,7 +27,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits, prepare_splits
 
 GRACE_SECONDS = 5
-"""How long the processes of a trial may take to end before they are killed."""
+"""Time for the processes of a trial to end before they are killed."""
 POLL_SECONDS = 0.1
 POLLS_PER_MEASUREMENT = 10
 """Memory is measured at every tenth poll: finding the processes of a trial means listing all of the machine's."""
@@ -52,13 +52,13 @@ class TrialEnd:
     code: int
     """Exit code of the launcher."""
     output: str
-    """What the launcher and rank 0 wrote."""
+    """Output of the launcher and rank 0."""
     peak_bytes: int
     """Peak memory of all processes together."""
 
 
 def timed_lines(console: Console) -> Callable[[str], None]:
-    """Prints a line on what begins, after the seconds since now."""
+    """Return a function that prints a line, preceded by the seconds since this call."""
     start = time.monotonic()
     return lambda text: console.print(f"[{time.monotonic() - start:5.1f} s] {text}", soft_wrap=True)
 
@@ -68,7 +68,7 @@ def processes_text(number: int) -> str:
 
 
 def world_sizes_of(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4). Raises ConfigError."""
+    """Parse "1,2,4" -> (1, 2, 4). Raises ConfigError."""
     try:
         sizes = tuple(int(each) for each in text.split(","))
     except ValueError:
@@ -88,13 +88,13 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def strategy(kind: str, **settings: Any) -> StrategySection:
-    """The settings of a strategy that is not the recipe's own."""
+    """Return the settings of a strategy: its defaults, except for `settings`."""
     section: StrategySection = plugins.find("parallel.strategies", kind).Config(kind=kind, **settings)
     return section
 
 
 def varied(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]], *, parallel: StrategySection) -> Recipe:
-    """The recipe with another strategy and with some settings changed, by section."""
+    """Return the recipe with another strategy and with some settings changed, by section."""
     updates: dict[str, Any] = {
         name: getattr(recipe, name).model_copy(update=dict(values)) for name, values in sections.items()
     }
@@ -102,7 +102,7 @@ def varied(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]], *, paralle
 
 
 def without_interruptions(recipe: Recipe, folder: Path, *, steps: int) -> dict[str, dict[str, Any]]:
-    """Settings by section of a run of some steps in a folder, without evaluations and saves before its end."""
+    """Return settings, by section, of a run in a folder, without evaluations and saves before its end."""
     return {
         "run": {"dir": folder.parent, "name": folder.name},
         "train": {"steps": steps, "epochs": None, "stop_metric": None, "max_minutes": None},

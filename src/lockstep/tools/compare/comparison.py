@@ -1,4 +1,4 @@
-"""Whether two runs, or two checkpoints, have the same bits; if not, where they diverge and what may be the cause."""
+"""Compares two runs, or two checkpoints, bit by bit; if they differ, finds where they diverge and possible causes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lockstep.checkpoint.reader import contents, load
 from lockstep.tools.compare.run_evidence import DIGESTS, EVALUATION, LOGGED, Evidence, evidence
 
 QUANTITIES = (*LOGGED, *DIGESTS)
-"""A cause comes before its effects; evaluations follow."""
+"""Quantities in the order of comparison: a cause comes before its effects; evaluations follow."""
 EARLY = "stopped early"
 AT_ONCE_BYTES = 256 * 2**20
 """Size of the portions in which both checkpoints are read: they may not fit in memory together."""
@@ -30,13 +30,13 @@ class TensorDifference:
 
     name: str
     elements: int
-    """Elements with other bits; all where type or shape differ."""
+    """Number of elements with other bits; all where type or shape differ."""
     size: int
     largest: int = 0
     """The largest distance, in ulps for floating-point numbers; 0 where only signs of zeros or payloads of NaNs
     differ."""
     nans: int = 0
-    """Elements that are NaN on one side only, which have no distance."""
+    """Number of elements that are NaN on one side only, which have no distance."""
     unit: str = "ulp"
     kind: str = ""
     """Text, where one side has no such tensor, or one of another type or shape."""
@@ -54,7 +54,7 @@ class TensorDifference:
 
 
 def ulps(one: Tensor, other: Tensor) -> np.ndarray:
-    """Distance of two floating-point tensors of one type and shape, per element, as uint64 [elements].
+    """Return the distance of two floating-point tensors of one type and shape, per element, as uint64 [elements].
 
     The distance counts steps from one representable number to the next, with +0 and -0 the same, and infinity next to
     the largest number. 0 where either is NaN.
@@ -70,7 +70,7 @@ def ulps(one: Tensor, other: Tensor) -> np.ndarray:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None:
-    """How two tensors differ; None when all bits are equal."""
+    """Return how two tensors differ; None when all bits are equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (one, other)]
         text = "{} in A, {} in B".format(*kinds)
@@ -92,13 +92,13 @@ def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None
 
 
 def sort_key(name: str) -> tuple[int, str]:
-    """Sort key: weights and buffers, then their moving average, then the optimizer; by name within each."""
+    """Return a sort key: weights and buffers, then their moving average, then the optimizer; by name within each."""
     group = next((i for i, prefix in enumerate(GROUPS) if name.startswith(prefix)), len(GROUPS))
     return group, name
 
 
 def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
-    """Number of tensors of two verified checkpoints, and those that differ, sorted."""
+    """Return the number of tensors of two verified checkpoints, and those that differ, sorted."""
     a, b = contents(one), contents(other)
     alone = [
         TensorDifference(name=name, elements=t.numel(), size=t.numel(), kind=f"only in {side}")
@@ -126,7 +126,7 @@ def _portions(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[list[str]]
 
 
 def _read(names: list[str], *sides: tuple[Path, dict[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
-    """(name, tensor, other tensor) of each name."""
+    """Yield (name, tensor, other tensor) of each name."""
     filled = []
     for folder, kinds in sides:
         tensors = {name: torch.empty_like(kinds[name], device="cpu") for name in names}
@@ -138,8 +138,6 @@ def _read(names: list[str], *sides: tuple[Path, dict[str, Tensor]]) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result, and the lines to print."""
-
     is_equal: bool
     """Whether loss, gradient norm, learning rate, chain, digests, evaluations and tensors are the same, as far as both
     have them, and neither was stopped early where the other was not."""
@@ -182,7 +180,7 @@ def _steps(side: Evidence) -> str:
 
 
 def _shared(a: Evidence, b: Evidence, step: int) -> list[str]:
-    """Quantities that both sides know of a step."""
+    """Return the quantities of a step that both sides have."""
     measured = sorted(name for name in a.facts[step] if name.startswith(EVALUATION))
     return [name for name in (*QUANTITIES, *measured) if name in a.facts[step] and name in b.facts.get(step, {})]
 
@@ -192,7 +190,7 @@ def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
 
 
 def _ends(a: Evidence, b: Evidence) -> list[str]:
-    """Where one run was stopped early and the other was not; nothing if the other has not got that far."""
+    """Return a line if one run was stopped early and the other was not; none if the other has not got that far."""
     for name, side, other_name, other in (("A", a, "B", b), ("B", b, "A", a)):
         if side.end != EARLY or (other.end == EARLY and other.last == side.last):
             continue
@@ -203,7 +201,7 @@ def _ends(a: Evidence, b: Evidence) -> list[str]:
 
 
 def _pair(a: Evidence, b: Evidence, notes: list[str]) -> int | None:
-    """The step whose checkpoints are compared: the earliest whose digests differ, else the last; both must be whole."""
+    """Choose the step to compare tensors of: the earliest whose digests differ, else the last; both must be whole."""
     steps = [step for step in a.facts if step in a.checkpoints and step in b.checkpoints]
     differing = [step for step in steps if "digest" in _differing(a, b, step)]
     for step in differing + [step for step in reversed(steps) if step not in differing]:
@@ -228,7 +226,7 @@ def _equal(a: Evidence, b: Evidence, last: int) -> str:
 
 
 def _first_difference(a: Evidence, b: Evidence, *, common: list[int], first: int | None) -> Iterator[str]:
-    """The first step that differs, and its differing quantities."""
+    """Describe the first step that differs, and its differing quantities."""
     if first is None:
         yield f"different, although all that was logged up to step {max(common):,} is equal"
         return
@@ -262,7 +260,7 @@ def _tensors(step: int, number: int, differing: list[TensorDifference]) -> Itera
 
 
 def _settings(a: Evidence, b: Evidence) -> Iterator[str]:
-    """Settings of the recipes that differ: first those that may change bits, then the others."""
+    """Describe the settings of the recipes that differ: first those that may change bits, then the others."""
     numeric = {*a.numeric, *b.numeric}
     sides = [
         {**side.settings, **side.numeric} if a.numeric and b.numeric else side.settings

@@ -1,4 +1,4 @@
-"""What the files of a run or of a checkpoint say about its bits."""
+"""Reads the quantities to compare from the files of a run or of a checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ DIGESTS = ("digest", "training_digest")
 EVALUATION = "evaluation "
 """Prefix of quantities of an evaluation: "evaluation accuracy"."""
 DECIDED = ("finished", "stopped early")
-"""Status of a run that ended by itself."""
+"""Statuses of runs that ended by themselves."""
 NAMES = {"run.name", "run.dir"}
 """Settings that always differ and change nothing."""
 
@@ -112,7 +112,7 @@ def _facts(manifest: layout.Manifest) -> dict[str, Any]:
 
 
 def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantities of an evaluation; non-finite ones are None, as in metrics.jsonl."""
+    """Return the quantities of an evaluation; non-finite ones are None, as in metrics.jsonl."""
     return {
         f"{EVALUATION}{name}": None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -120,7 +120,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logged(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """Step -> quantity -> value."""
+    """Read the logged quantities -> step -> quantity -> value."""
     found: dict[int, dict[str, Any]] = {}
     for line in Lines(file, METRIC, notes):
         known = found.setdefault(line.step, {})

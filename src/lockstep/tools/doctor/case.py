@@ -1,4 +1,4 @@
-"""What `lockstep doctor` examines: a config, this machine, and the other machines of the run."""
+"""The subject of `lockstep doctor`: a config, this machine, and the other machines of the run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,21 +21,21 @@ class NotExamined(LockstepError):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A value, or why there is none."""
+    """A value, or the error that prevents it."""
 
     value: Any = None
     error: Exception | None = None
 
     @classmethod
     def of(cls, make: Callable[[], Any]) -> "Attempt":
-        """What the user's code raises is an error to report, whatever it is."""
+        """Call `make` and keep its result, or any exception: it comes from the user's code, and is reported."""
         try:
             return cls(value=make())
         except Exception as error:
             return cls(error=error)
 
     def needed(self) -> Any:
-        """Raises NotExamined."""
+        """Return the value. Raises NotExamined if there is none."""
         if self.error is not None:
             raise NotExamined(str(self.error))
         return self.value
@@ -43,17 +43,14 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class Case:
-    """What is slow to find is found once."""
-
     recipe: Recipe
     config: Path | None
-    """None: only the machine is examined."""
+    """Config file; None: only the machine is examined."""
     node: NodeAddress | None = None
     """This machine as one of several that are examined together."""
     of_this_machine: list[Diagnosis] = field(default_factory=list)
-    """What the checks of the machine have found; node 0 shows it for all."""
+    """Findings of the machine's checks; node 0 shows those of all machines."""
     ranks: list[RankFacts] = field(default_factory=list)
-    """What the processes have measured."""
 
     @property
     def launch(self) -> LaunchSection:
@@ -61,7 +58,7 @@ class Case:
 
     @cached_property
     def processes(self) -> int:
-        """On this machine."""
+        """Number of processes on this machine."""
         launch, train = self.launch, self.recipe.train
         try:
             return launch.processes_here(self.recipe.run.threads, train.shards)
@@ -70,23 +67,23 @@ class Case:
 
     @property
     def is_leading(self) -> bool:
-        """Whether what is found is shown here: of several machines, on node 0."""
+        """Whether findings are shown here: of several machines, on node 0."""
         return self.node is None or self.node.is_leader
 
     @cached_property
     def opened(self) -> Attempt:
-        """The data."""
+        """The prepared data, or the error."""
         return Attempt.of(lambda: prepared(self.recipe))
 
     @property
     def splits(self) -> Splits:
-        """Raises NotExamined."""
+        """The prepared data. Raises NotExamined."""
         splits: Splits = self.opened.needed()
         return splits
 
     @cached_property
     def parameters(self) -> Attempt:
-        """Their number in the model."""
+        """Number of the model's parameters, or the error."""
         from lockstep.run.build import build_model  # noqa: PLC0415 (torch and the model's library)
 
         return Attempt.of(
@@ -98,9 +95,9 @@ class Check(Protocol):
     """A module in tools/doctor/checks."""
 
     SCOPE: Literal["config", "machine", "processes", "training"]
-    """What it looks at: the config and what it names, each machine, the processes of a run, a few of its steps."""
+    """Subject of the check: the config and what it names, each machine, the processes of a run, a few of its steps."""
     CODES: dict[str, str]
-    """Code -> what it stands for."""
+    """Code -> meaning."""
 
     def check(self, case: Case) -> Iterator[Diagnosis]:
-        """What is wrong. Raises NotExamined."""
+        """Yield what is wrong. Raises NotExamined."""

@@ -15,14 +15,14 @@ FAMILY = "tools.doctor.checks"
 ORDER = {"error": 0, "warning": 1, "note": 2}
 STYLES = {"error": "red", "warning": "yellow", "note": ""}
 SCOPES = ("config", "machine", "processes", "training")
-"""In the order of their checks: the processes pass on what was found on their machine."""
+"""Scopes in the order of their checks: the processes pass on the findings of their machine."""
 ALONE = "only this machine was examined: for all of launch.nodes, give the command on each with --rendezvous HOST:PORT"
 SHOWN_PAIRS = 20
-"""The slowest."""
+"""Number of pairs of ranks to print, the slowest."""
 
 
 def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
-    """All findings, the worst first; each check is named before it runs. `is_quick`: start no processes."""
+    """Return all findings, the worst first; print each check before it runs. `is_quick`: start no processes."""
     is_config, is_alone = case.config is not None, case.node is None
     is_wanted = {
         "config": is_config and case.is_leading,
@@ -52,7 +52,7 @@ def _checked(check: Check, case: Case) -> list[Diagnosis]:
 
 
 def show(found: Sequence[Diagnosis], case: Case, console: Console) -> None:
-    """What was measured, then a line of cause and one of repair for each finding."""
+    """Print the measurements, then a line of cause and one of repair for each finding."""
     console.print()
     print_facts(case.ranks, console)
     if case.node is None and case.launch.max_nodes > 1:
@@ -73,7 +73,7 @@ def write(found: Sequence[Diagnosis], case: Case, file: Path) -> None:
 
 
 def print_facts(ranks: Sequence[RankFacts], console: Console) -> None:
-    """Speed of the processors, seconds of collectives, each pair of ranks."""
+    """Print the speed of processors, the time of collectives, and the links of the slowest pairs of ranks."""
     for host in dict.fromkeys(rank.host for rank in ranks):
         own = [rank for rank in ranks if rank.host == host]
         speeds = ", ".join(f"rank {rank.rank} {rank.flops / 1e9:.0f}" for rank in own)

@@ -1,4 +1,4 @@
-"""How a step divides among processes."""
+"""The division of a step among processes."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,10 @@ CODES = {
     "LS-CFG-03": "the last step of an epoch is small",
 }
 SMALL = 0.25
-"""Of a step."""
+"""Share of a whole step under which the last one is small."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Divisibility of the global batch for the processes that the run would have."""
     train, processes = case.recipe.train, case.processes * case.launch.max_nodes
     shards = train.shards
     if processes > shards:

@@ -1,4 +1,4 @@
-"""Whether the model can be built for the data."""
+"""Checks that the model can be built for the data."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ CODES = {"LS-MODEL-01": "the model cannot be built"}
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Its files, its packages, its own code; texts cannot be opened without its tokenizer."""
+    """Check the model's files, packages and code; texts cannot be opened without its tokenizer."""
     error = case.opened.error if isinstance(case.opened.error, ModelError) else case.parameters.error
     if error is not None and not isinstance(error, NotExamined):
         yield Diagnosis(

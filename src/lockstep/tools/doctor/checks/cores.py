@@ -22,7 +22,6 @@ BUSY_SECONDS = 0.5
 
 
 def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
-    """Oversubscription, throttling, load."""
     threads = case.recipe.run.threads * case.processes
     if threads > cores():
         yield Diagnosis(
@@ -50,7 +49,7 @@ def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
 
 
 def _throttled(file: Path) -> float:
-    """Seconds; 0 where there is no limit."""
+    """Return the seconds of throttling so far; 0 where there is no limit."""
     try:
         fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
         return int(fields.get("throttled_usec", 0)) / 1e6

@@ -21,11 +21,10 @@ CODES = {
 }
 SLOW_SECONDS = 0.5
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: weights, and two moments, in fp32."""
+"""Size in a checkpoint: weights, and two moments, in fp32."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Atomic renames, syncing, free space."""
     folder = existing(case.recipe.run.dir)
     probe = folder / f".lockstep-doctor-{os.getpid()}"
     try:
@@ -60,7 +59,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
 
 
 def existing(folder: Path) -> Path:
-    """The nearest path above that exists: the run makes the folders in it."""
+    """Return the folder, or the nearest path above that exists: the run makes the folders in it."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent

@@ -34,7 +34,7 @@ QUERY = {
 """Fields of `nvidia-smi --query-gpu`; memory is in MiB."""
 QUERY_SECONDS = 20
 USED = 0.1
-"""Of a GPU's memory: a desktop takes less."""
+"""Share of a GPU's memory that counts as in use: a desktop takes less."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
@@ -57,7 +57,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
 
 
 def shared_out(processes: int, gpus: int) -> Iterator[Diagnosis]:
-    """Each process has a GPU of its own, where there are any."""
+    """Check that each process has its own GPU, where there are any."""
     if gpus and processes > gpus:
         yield Diagnosis(
             code="LS-GPU-01",
@@ -68,7 +68,7 @@ def shared_out(processes: int, gpus: int) -> Iterator[Diagnosis]:
 
 
 def _driver_lines() -> list[str]:
-    """A line for each GPU; none where there is no driver, or it does not answer."""
+    """Return a line for each GPU; none where there is no driver, or it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -81,7 +81,7 @@ def _driver_lines() -> list[str]:
 
 
 def health(number: int, facts: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """What the driver says of one GPU; a field that it does not know is "[N/A]"."""
+    """Check the driver's report on one GPU, where an unknown field is "[N/A]"."""
     if facts["errors"].isdecimal() and int(facts["errors"]):
         yield Diagnosis(
             code="LS-GPU-03",

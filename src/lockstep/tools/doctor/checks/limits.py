@@ -17,11 +17,10 @@ CODES = {
 LEAST_SHARED = 256 << 20
 LEAST_FILES = 1024
 LEAST_MEMORY = 1 << 30
-"""Per process: PyTorch and what it imports take half of it."""
+"""Bytes per process: PyTorch and its imports take half of them."""
 
 
 def check(case: Case, *, shared: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
-    """What processes of one machine share."""
     from lockstep.core.host.memory_meter import available_bytes  # noqa: PLC0415 (torch)
 
     if sys.platform == "linux" and shared.is_dir() and shutil.disk_usage(shared).free < LEAST_SHARED:

@@ -17,7 +17,6 @@ CODES = {
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Name, interface, ports of this machine."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

@@ -19,11 +19,10 @@ CODES = {
     "LS-CKPT-03": "the grace period is shorter than a save",
 }
 FACTOR = 2.0
-"""A save at the end of a run waits for the one before it."""
+"""Number of saves that a grace period has to allow: one at the end of a run waits for the one before it."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Whole, compatible, and fast enough for the grace period."""
     if case.recipe.run.name is None:
         return
     found = layout.listed(case.recipe.folder / "checkpoints")
@@ -57,7 +56,7 @@ def _drift(case: Case, checkpoint: Path) -> Iterator[Diagnosis]:
 
 
 def too_short(case: Case, folder: Path) -> Iterator[Diagnosis]:
-    """Whether the saves of the run in a folder took longer than the grace period allows."""
+    """Check that the saves of the run in a folder took no longer than the grace period allows."""
     lines = run_files.history_lines(folder / run_history.FILE, [])
     seconds = max((line.seconds for line in lines if line.kind == "saved"), default=0.0)
     if FACTOR * seconds > case.launch.grace_seconds:

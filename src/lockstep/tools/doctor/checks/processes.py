@@ -33,11 +33,11 @@ CODES = {
 SLOW_PROCESSOR = 0.75
 SLOW_LINK = 0.4
 TIMEOUT_SECONDS = 60.0
-"""Of a collective: processes that cannot connect to each other are to be told soon."""
+"""Timeout of a collective: short, since processes may be unable to connect to each other."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """On this machine, or on all that take part."""
+    """Check the processes of this machine, or of all machines that take part."""
     recipe = varied(case.recipe, {}, parallel=strategy("ddp"))
     with (
         ended_by_sigterm(),
@@ -59,7 +59,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
 
 
 def _here(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
-    """Raises LaunchError."""
+    """Measure on this machine. Raises LaunchError."""
     run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
     recipe = recipe.model_copy(update={"run": run})
     request = ExaminationRequest()
@@ -71,7 +71,7 @@ def _here(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
 
 
 def _on_nodes(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
-    """What all ranks measured, on node 0; nothing on the others. Raises LaunchError."""
+    """Measure on all machines -> facts of all ranks on node 0, none on the others. Raises LaunchError."""
     assert case.node is not None and case.config is not None
     request = folder / "request.json"
     found = tuple(each.model_copy(update={"host": platform.node()}) for each in case.of_this_machine)
@@ -93,13 +93,13 @@ def _on_nodes(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
 
 
 def read_facts(folder: Path) -> list[RankFacts]:
-    """Of all ranks, in their order."""
+    """Read the facts of all ranks, in their order."""
     facts = [RankFacts.model_validate_json(file.read_bytes()) for file in folder.glob(FACTS.format("*"))]
     return sorted(facts, key=lambda each: each.rank)
 
 
 def judged(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
-    """What the facts say."""
+    """Yield the ranks' own findings, then those that follow from comparing their facts."""
     for rank in ranks:
         yield from rank.findings
     if len(kinds := {rank.processor for rank in ranks}) > 1:

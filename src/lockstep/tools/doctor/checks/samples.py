@@ -15,7 +15,7 @@ CODES = {
     "LS-DATA-03": "more loader processes than cores",
 }
 PROBES = 8
-"""Samples that are read, spread over a split."""
+"""Number of samples to read, spread over a split."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
@@ -48,7 +48,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
 
 
 def _unreadable(source: Source) -> str | None:
-    """Why the first of some samples cannot be read, if one cannot."""
+    """Read some samples -> why the first unreadable one cannot be read; None if all can."""
     for number in sorted({len(source) * probe // PROBES for probe in range(PROBES)}):
         try:
             source.__getitems__([number])

@@ -19,13 +19,13 @@ CODES = {
     "LS-STEP-02": "the weights depend on the number of processes",
 }
 STEPS = 3
-"""Two whole ones and a ragged one: an epoch of a proof."""
+"""Number of steps: two whole ones and a ragged one, an epoch of a proof."""
 SHOWN_LINES = 6
-"""Of the output of a run that failed."""
+"""Number of lines to show of the output of a failed run."""
 
 
 def check(case: Case) -> Iterator[Diagnosis]:
-    """Raises NotExamined where the data or the model cannot be had."""
+    """Train a few steps. Raises NotExamined where the data cannot be opened or the model cannot be built."""
     case.parameters.needed()
     place = existing(case.recipe.run.dir)
     with (
