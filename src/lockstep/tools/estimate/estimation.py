@@ -38,7 +38,7 @@ HEADINGS = {
 """Kind of memory -> heading."""
 Detail = Literal["all", "no kinds", "totals"]
 DETAIL: tuple[Detail, ...] = ("all", "no kinds", "totals")
-"""Of tables, for ever narrower terminals."""
+"""Details of tables, from wide to narrow terminals."""
 TOTALS = ("", "PEAK", "STEP")
 MOST_WIDTH = 1000
 
@@ -50,7 +50,6 @@ class ForecastRow:
     world_size: int
     strategy: str
     device_bytes: int
-    """Memory of a device."""
     forecast: Forecast | None = None
     is_best: bool = False
     why: str = ""
@@ -58,7 +57,6 @@ class ForecastRow:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a process holds."""
         return self.forecast.memory.peak if self.forecast else 0
 
     @property
@@ -81,7 +79,7 @@ class ForecastRow:
         return self.why if self.is_best else "fits"
 
     def plain(self) -> dict[str, Any]:
-        """For scripts: bytes and seconds."""
+        """Return the values for scripts, in bytes and seconds."""
         values: dict[str, Any] = {
             "world": self.world_size,
             "strategy": self.strategy,
@@ -114,7 +112,7 @@ def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
 
 
 def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
-    """The forecasts with as many columns as the console has room for."""
+    """Return a table of the forecasts with as many columns as fit the console."""
     made = table(rows, DETAIL[0])
     for detail in DETAIL[1:]:
         if Measurement.get(console, console.options.update(max_width=MOST_WIDTH), made).maximum <= console.width:
@@ -125,7 +123,7 @@ def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
 
 
 def table(rows: list[ForecastRow], detail: Detail = "all") -> Table:
-    """The forecasts for one world size."""
+    """Return a table of the forecasts for one world size."""
     world_size, device = rows[0].world_size, rows[0].device_bytes
     kinds = [kind for kind in HEADINGS if any(getattr(row.forecast.memory, kind) for row in rows if row.forecast)]
     if detail != "all":
@@ -191,7 +189,7 @@ def report(
 def forecasts_for(
     recipe: Recipe, options: EstimateOptions, measured: MachineMeasurements, *, world_size: int
 ) -> list[ForecastRow]:
-    """A row for each strategy, the fastest that fits marked."""
+    """Return a row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world_size, options, measured.slots), world_size)
     memory = options.memory_bytes or device_bytes(local)
     cluster = measured.cluster(world_size, per_machine=local, bandwidth=options.bandwidth)
@@ -206,7 +204,7 @@ def forecasts_for(
 
 
 def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
-    """What the strategy's own forecast computes, plus what its trial took beyond that.
+    """Return the strategy's own forecast, plus the time that its trial took beyond it.
 
     Raises ConfigError where it has none, LaunchError or ModelError where it cannot run.
     """
@@ -241,15 +239,15 @@ def predicted(name: str, recipe: Recipe, measured: MachineMeasurements, *, clust
 
 
 def device_bytes(processes: int) -> int:
-    """Memory for each of the processes on this machine."""
+    """Return the memory for each of the processes on this machine."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return int(psutil.virtual_memory().total // processes)
 
 
 def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]:
-    """The rows with the best one marked: the fastest that fits; among equally fast ones (within 2 %) the config's own,
-    then the one with the least memory."""
+    """Mark the best row: the fastest that fits; among equally fast ones (within 2 %) the config's own, then the one
+    with the least memory."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return list(rows)
@@ -264,7 +262,7 @@ def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]
 
 
 def explanation(recipe: Recipe, options: EstimateOptions, measured: MachineMeasurements) -> list[str]:
-    """What was measured, and what was computed from it, in sentences."""
+    """Describe, in sentences, what was measured and what was computed from it."""
     facts, links = measured.alone, measured.crowded.links if measured.crowded else None
     times = facts.seconds
     saved = sum(block.saved_bytes for block in facts.blocks)
@@ -307,7 +305,7 @@ def explanation(recipe: Recipe, options: EstimateOptions, measured: MachineMeasu
 def document(
     rows: Sequence[ForecastRow], recipe: Recipe, options: EstimateOptions, *, measured: MachineMeasurements
 ) -> dict[str, Any]:
-    """All values for scripts, in bytes and seconds."""
+    """Return all values for scripts, in bytes and seconds."""
     return {
         "rows": [row.plain() for row in rows],
         "measured": {

@@ -1,4 +1,4 @@
-"""Measures on this machine what an estimate needs of a config."""
+"""Measures a config on this machine for an estimate."""
 
 import tempfile
 from collections.abc import Callable
@@ -25,11 +25,11 @@ class EstimateOptions:
     per_machine: int | None = None
     """Processes on a machine; None: all of them on this one, or as many as it has GPUs."""
     memory_bytes: int | None = None
-    """Of a device; None: this machine's divided by its processes, or the GPU's."""
+    """Memory of a device; None: this machine's divided by its processes, or the GPU's."""
     bandwidth: float | None = None
     """Bytes per second of the network; None: as measured over the loopback."""
     seconds: float = 5.0
-    """How long each measurement times steps."""
+    """Time for which each measurement times steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class MachineMeasurements:
     """Processes that this machine can run at the same time."""
 
     def seconds(self, processes: int) -> Seconds:
-        """Times with this many processes at once, interpolated linearly between one and those that were measured."""
+        """Interpolate the times with this many processes at once, linearly between one and those that were measured."""
         if self.crowded is None or self.together == 1:
             return self.alone.seconds
         weight = min(1.0, (processes - 1) / (self.together - 1))
@@ -53,7 +53,7 @@ class MachineMeasurements:
         return Seconds(**{name: one + weight * (more - one) for name, (one, more) in pairs.items()})
 
     def nearest_trial(self, cluster: Cluster) -> int:
-        """The number of processes of the closest trials; more than one where the cluster has more than one."""
+        """Return the number of processes of the closest trials; more than one where the cluster has more than one."""
         local = min(cluster.per_machine, cluster.world)
         several = [each for each in self.trials if each > 1]
         if cluster.world == 1 or not several:
@@ -61,7 +61,7 @@ class MachineMeasurements:
         return max((each for each in several if each <= local), default=min(several))
 
     def cluster(self, world_size: int, *, per_machine: int, bandwidth: float | None = None) -> Cluster:
-        """Processes on machines like this one."""
+        """Return a cluster of machines like this one."""
         return Cluster(
             world=world_size,
             per_machine=per_machine,
@@ -93,8 +93,8 @@ def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str],
 
 
 def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:
-    """Numbers of processes to time strategies on: those measured at once, and the requested ones on one machine; on a
-    CPU up to twice its slots, if memory allows."""
+    """Choose numbers of processes to time strategies on: those measured at once, and the requested ones on one machine;
+    on a CPU up to twice its slots, if memory allows."""
     each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
     most = slots if torch.cuda.is_available() else min(2 * slots, available_bytes() // each)
     sizes = {per_machine(world_size, options, slots) for world_size in options.world_sizes if world_size > 1}
@@ -103,7 +103,7 @@ def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: 
 
 
 def calibrated(facts: Measurements) -> Measurements:
-    """The measurements with working memory: what whole steps took beyond the memory that can be counted (that of
+    """Return the measurements with working memory: what whole steps took beyond the memory that can be counted (that of
     kernels, and freed memory that the C library keeps)."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
     whole = sequential_sums(shards, shards)

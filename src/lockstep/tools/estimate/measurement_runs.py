@@ -15,25 +15,23 @@ from lockstep.tools import trials
 from lockstep.tools.trials import TrialFailed, processes_text, strategy, varied
 
 PARTS = "parts"
-"""A line for each part of a measurement that has begun."""
+"""File with a line for each part of a measurement, written when the part starts."""
 
 StepSeconds = dict[str, float]
 """Strategy -> seconds of a step."""
 
 
 class MeasurementRequest(BaseModel):
-    """What a measuring process is asked to do."""
-
     to: Path
     """Folder for its results."""
     seconds: float
-    """How long steps are timed, at least."""
+    """Minimum time for which steps are timed."""
     strategies: tuple[str, ...] = ()
-    """Time these together with the other processes; empty: measure, each process for itself."""
+    """Strategies to time together with the other processes; empty: each process measures by itself."""
 
 
 def begin_part(folder: Path, part: str) -> None:
-    """Tell the calling command, from the process of rank 0, which part of a measurement begins."""
+    """Report to the calling command, from the process of rank 0, which part of a measurement begins."""
     with storage.append(folder / PARTS) as file:
         file.write(f"{part}\n")
 
@@ -45,15 +43,12 @@ class MeasurementRuns:
     recipe: Recipe
     folder: Path
     seconds: float
-    """How long each process times steps."""
+    """Time for which each process times steps."""
     report: Callable[[str], None]
-    """Gets a line for each part of a measurement that begins."""
+    """Called with a line for each part of a measurement that begins."""
 
     def measured(self, processes: int) -> Measurements:
-        """Measurements of several processes at once: memory of rank 0, and the medians of all times.
-
-        Raises TrialFailed.
-        """
+        """Measure several processes at once: memory of rank 0, and the medians of all times. Raises TrialFailed."""
         folder = self._run(f"measured-{processes}", processes)
         ranks = [Measurements.read(folder / f"facts-{rank}.json") for rank in range(processes)]
         times = [facts.seconds for facts in ranks]
@@ -63,13 +58,13 @@ class MeasurementRuns:
         return replace(ranks[0], seconds=seconds)
 
     def timed(self, processes: int, strategies: Sequence[str]) -> StepSeconds:
-        """Seconds of a step with each strategy, the median over all processes. Raises TrialFailed."""
+        """Time a step with each strategy -> seconds, the median over all processes. Raises TrialFailed."""
         folder = self._run(f"tried-{processes}", processes, strategies)
         ranks = [json.loads((folder / f"trials-{rank}.json").read_text("utf-8")) for rank in range(processes)]
         return {name: median(each[name] for each in ranks) for name in ranks[0]}
 
     def _run(self, name: str, processes: int, strategies: Sequence[str] = ()) -> Path:
-        """The folder with the results."""
+        """Run the processes to their end -> the folder with their results."""
         folder = self.folder / name
         folder.mkdir()
         parts = folder / PARTS

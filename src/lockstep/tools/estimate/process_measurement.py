@@ -38,12 +38,12 @@ from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
 LOOK_STEPS = 1000
-"""The largest micro-batch is searched in this many steps."""
+"""Number of steps in which the largest micro-batch is searched."""
 PASSES = 3
-"""Of the largest micro-batch: freed memory is used again from the second on."""
+"""Passes of the largest micro-batch: freed memory is used again from the second on."""
 LEAST_STEPS, MOST_STEPS = 4, 40
 MOST_MICRO_BATCHES = 8
-"""Of a step that is timed: further ones are like these."""
+"""Micro-batches of a timed step: further ones are like these."""
 WARM_UP = 2
 
 
@@ -103,20 +103,20 @@ class Measurement:
         )
 
     def placed(self, model: Model) -> TrainState:
-        """The model under the strategy of one process, whatever the recipe's own is."""
+        """Place the model with the strategy of one process, not the recipe's own."""
         recipe = self.recipe.model_copy(update={"parallel": strategy("single")})
         sample = partial(self.data.first_training_batch, self.order, self.device)
         total = recipe.train.total_steps(self.order.steps_per_epoch)
         return build.distribute(recipe, model, sample, total_steps=total, device=self.device)
 
     def steps(self, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of the run's steps, from one on."""
+        """Iterate over the micro-batches of the run's steps, from step `start` on."""
         stop = start + MOST_STEPS + WARM_UP
         requests = TrainingRequests(order=self.order, owned=state.strategy.owned, start=start, stop=stop)
         return self.data.training_loader(requests, self.device).steps()
 
     def largest_micro_batch(self, state: TrainState) -> MicroBatch:
-        """The one with the most numbers: samples times the longest of them."""
+        """Find the micro-batch with the most numbers: samples times the longest of them."""
         lengths, sizes = self.order.lengths, {}
         for number in range(min(self.order.steps_per_epoch, LOOK_STEPS)):
             for shard, rows in enumerate(self.order.shards(number)):
@@ -126,7 +126,7 @@ class Measurement:
         return next(each for each in next(iter(self.steps(state, start=number))) if each.shard == shard)
 
     def pass_bytes(self, state: TrainState, micro_batch: MicroBatch) -> int:
-        """Peak memory of a forward and backward pass beyond what was held before."""
+        """Measure the peak memory of a forward and backward pass beyond what was held before."""
         alone, most = replace(micro_batch, present=frozenset([micro_batch.shard])), 0
         for _ in range(PASSES):
             before = self.meter.reset()
@@ -136,7 +136,7 @@ class Measurement:
         return most
 
     def timed(self, state: TrainState) -> Seconds:
-        """Times of the run's steps and of fetching their micro-batches, each the median over steps."""
+        """Time the run's steps and the fetching of their micro-batches, each the median over steps."""
         passes, updates, fetches = list[float](), list[float](), list[float]()
         start, steps = time.perf_counter(), self.steps(state, start=0)
         with timed_passes(state) as pass_seconds:
@@ -165,7 +165,7 @@ class Measurement:
 
 @contextmanager
 def timed_passes(state: TrainState) -> Iterator[list[float]]:
-    """Seconds of the strategy's forward and backward passes, one entry per step that is done meanwhile."""
+    """Collect the seconds of the strategy's forward and backward passes, one entry per step run in the context."""
     seconds, run = list[float](), state.strategy.forward_backward
 
     def timed(micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -183,7 +183,7 @@ def timed_passes(state: TrainState) -> Iterator[list[float]]:
 
 
 def profile_of(model: Model, micro_batch: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
-    """What each block holds and costs; or why a pipeline cannot cut the model."""
+    """Profile what each block holds and costs; or return why a pipeline cannot cut the model."""
     try:
         return profile_modules(PartitionedModel(model), micro_batch.batch, state.precision.autocast), None
     except ModelError as error:
@@ -193,7 +193,7 @@ def profile_of(model: Model, micro_batch: MicroBatch, state: TrainState) -> tupl
 def blocks_of(
     model: Model, micro_batch: MicroBatch, state: TrainState, *, profile: ModuleProfile | None
 ) -> tuple[Block, ...]:
-    """Each block's memory and share of the time."""
+    """Return each block's memory and share of the time."""
     kept = kept_by_block(model, micro_batch.batch, state.precision.autocast)
     seconds = profile.seconds if profile else [1.0] * len(kept)
     total = sum(seconds)
@@ -204,7 +204,7 @@ def blocks_of(
 
 
 def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str]) -> tuple[Weight, ...]:
-    """The model's weights with their blocks."""
+    """Return the model's weights with their blocks."""
     holders: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     first = {parameter: name for name, parameter in model.named_parameters()}
     for number, block in enumerate(with_weights(model.blocks())):
@@ -227,7 +227,7 @@ def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str
 
 
 def split_of(model: Model) -> tuple[frozenset[str], dict[str, int], str | None]:
-    """The weights that parallel.kind=tensor splits, the counts it has to divide, and why it cannot, if so."""
+    """Return the weights that parallel.kind=tensor splits, the counts it has to divide, and why it cannot, if so."""
     try:
         return *splittable(model), None
     except ModelError as error:
@@ -239,7 +239,7 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
 
 
 def context_bytes(device: torch.device) -> int:
-    """What a process holds on a GPU besides its tensors."""
+    """Return the bytes that a process holds on a GPU besides its tensors."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 

@@ -21,7 +21,7 @@ from lockstep.tools.trials import strategy
 from lockstep.training.step import step
 
 MOST_SHARDS = 8
-"""Of a step of a trial: further ones are like these."""
+"""Shards in a step of a trial, at most: further ones are like these."""
 WARM_UP = 2
 LEAST_STEPS, MOST_STEPS = 3, 40
 
@@ -35,12 +35,10 @@ def timed_strategies(
     seconds: float,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Name of a strategy -> seconds of a steady step of `shortened(recipe)`; those that cannot run here are left out.
+    """Time strategies -> name -> seconds of a steady step of `shortened(recipe)`, without those that cannot run here.
 
-    `report` gets the name of each that begins.
-
-    All ranks have to call it in the open process group. `seconds`: minimum duration of each trial. Strategies that
-    return memory to the system come first, since the others keep it.
+    Collective: all ranks call it in the open process group. `seconds`: minimum duration of each trial. `report` gets
+    the name of each that begins. Strategies that return memory to the system come first, since the others keep it.
     """
     times = {}
     for name in sorted(names, key=lambda name: not plugins.find("parallel.strategies", name).Config.FILLS):
@@ -52,19 +50,19 @@ def timed_strategies(
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The recipe with at most MOST_SHARDS micro-batches in a step."""
+    """Return the recipe with at most MOST_SHARDS micro-batches in a step."""
     train = recipe.train
     batch = min(train.global_batch, MOST_SHARDS * train.micro_batch)
     return recipe.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
 
 
 def section_of(recipe: Recipe, name: str) -> StrategySection:
-    """The settings of a strategy: the recipe's own if it is the recipe's strategy."""
+    """Return the settings of a strategy: the recipe's own if it is the recipe's strategy."""
     return recipe.parallel if recipe.parallel.kind == name else strategy(name)
 
 
 def step_seconds(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> float:
-    """The median over steps as the training loop makes them. Raises LaunchError, ModelError."""
+    """Time steps as the training loop runs them -> the median. Raises LaunchError, ModelError."""
     components = build.assemble(recipe, world, device)
     agreement, steps, times, count = Agreement(flags=3), components.steps(0), list[float](), MOST_STEPS
     while len(times) < min(count, components.total_steps):

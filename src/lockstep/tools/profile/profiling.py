@@ -28,19 +28,19 @@ WARM_UP = 4
 COUNTED = 2
 """Steps in which operations and kept tensors are counted."""
 LAST = 1
-"""So that the trace ends before the last step, which saves."""
+"""Number of steps after the traced ones: the last step saves."""
 FACTS = "profile.json"
 MIB = 2**20
 SLOW = 1.2
-"""A rank is waited for from so many times the median of the others' time per micro-batch."""
+"""Factor over the median of the others' time per micro-batch from which a rank is slow."""
 DELAYED = 0.5
-"""Share of the wait for a rank that is due to other processes which have its core, where they are named."""
+"""Share of the wait for a rank from which other processes on its core are reported as its cause."""
 MUCH = 0.2
 """Share of a step that is worth a change."""
 LITTLE_COMPUTING = 0.3
 """Share of the peak under which micro-batches are too small, or operators too slow."""
 WAITS = 0.05
-"""Share of a step that the others have to wait for a rank that is named."""
+"""Share of a step from which a rank that the others wait for is reported."""
 KINDS = ("weights", "gradients", "optimizer", "activations")
 ADVICE: dict[Phase, str] = {
     "data": "waiting for data: raise data.workers, or make reading cheaper",
@@ -49,13 +49,13 @@ ADVICE: dict[Phase, str] = {
     "optimizer": "the optimizer: a larger train.global_batch gives it a smaller share",
     "other": "bookkeeping: raise observe.log_every, and look at your observers",
 }
-"""What costs much, and what to change."""
+"""Phase -> why it takes long, and what to change."""
 UNITS = {"data": "data", "forward": "forward", "backward": "backward", "exchange": "exchange (exposed)"}
 UNITS |= {"optimizer": "optimizer", "other": "bookkeeping"}
 
 
 def print_profile(ranks: Sequence[RankProfile], console: Console, *, traced: int) -> None:
-    """Tables, the memory of the rank that needs most, the most expensive operators with the lines that call them."""
+    """Print tables, the memory of the rank that needs most, and the most expensive operators with their lines."""
     console.print(time_table(ranks))
     console.print()
     console.print(rank_table(ranks))
@@ -70,7 +70,7 @@ def print_profile(ranks: Sequence[RankProfile], console: Console, *, traced: int
 
 
 def time_table(ranks: Sequence[RankProfile]) -> Table:
-    """Milliseconds of a step by phase: the mean over the ranks, its share, the smallest and the largest rank's."""
+    """Return a table of the milliseconds of each phase: mean over ranks, its share, least and most of a rank."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="a step", title_justify="left")
     table.add_column("")
     names = ("ms", "share", *(() if len(ranks) == 1 else ("least", "most", "rank")))
@@ -95,7 +95,7 @@ def time_table(ranks: Sequence[RankProfile]) -> Table:
 
 
 def rank_table(ranks: Sequence[RankProfile]) -> Table:
-    """What each rank does and waits in a step, and what share of its peak in matrix products it reaches."""
+    """Return a table of each rank's own and waiting time in a step, and its share of the peak in matrix products."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("rank", "own ms", "waits ms", "GFLOP", "of peak", "peak MiB"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -112,17 +112,17 @@ def rank_table(ranks: Sequence[RankProfile]) -> Table:
 
 
 def busy(rank: RankProfile) -> float:
-    """Seconds of a step in which a rank does not wait for others."""
+    """Return the seconds of a step in which a rank does not wait for others."""
     return sum(rank.phases[name] for name in BUSY)
 
 
 def utilization(rank: RankProfile) -> float:
-    """Operations of a step per second, as a share of the peak (MFU)."""
+    """Return the operations of a step per second, as a share of the peak (MFU)."""
     return rank.flops / rank.step_seconds / rank.peak_flops if rank.peak_flops else 0.0
 
 
 def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
-    """One sentence on what costs most, and what to change. `is_equal`: all ranks have the same work."""
+    """Return a sentence on what takes most time, and what to change. `is_equal`: all ranks have the same work."""
     whole = statistics.mean(rank.step_seconds for rank in ranks)
     share = {name: statistics.mean(rank.phases[name] for rank in ranks) / whole for name in OF_STEPS}
     share["exchange"] = min(rank.phases["exchange"] for rank in ranks) / whole  # more is waiting for a slow rank
@@ -142,7 +142,7 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
 
 
 def _waited_for(ranks: Sequence[RankProfile]) -> RankProfile | None:
-    """The rank that is slower per micro-batch than the others and keeps them waiting, if one does."""
+    """Find the rank that is slower per micro-batch than the others and keeps them waiting, if one does."""
     if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
         return None
     each = [busy(rank) / rank.micro_batches for rank in ranks]
@@ -153,7 +153,7 @@ def _waited_for(ranks: Sequence[RankProfile]) -> RankProfile | None:
 
 
 def _wait_for(rank: RankProfile, ranks: Sequence[RankProfile]) -> float:
-    """Seconds of a step for which the others wait longer than this rank."""
+    """Return the seconds of a step for which the others wait longer than this rank."""
     return statistics.median(each.phases["exchange"] for each in ranks if each is not rank) - rank.phases["exchange"]
 
 
@@ -203,7 +203,7 @@ def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> lis
 def _measured(
     recipe: Recipe, options: ProfileOptions, *, processes: int, say: Callable[[str], None]
 ) -> list[RankProfile]:
-    """Run the steps in a temporary folder, and say what is done in it. Raises TrialFailed."""
+    """Run the steps in a temporary folder, and report their stages. Raises TrialFailed."""
     steps = WARM_UP + options.steps + COUNTED + options.traced + LAST
     temporary = tempfile.TemporaryDirectory(prefix="lockstep-profile-", ignore_cleanup_errors=True)
     with ended_by_sigterm(), temporary as made:
@@ -222,7 +222,7 @@ def _measured(
 
 
 def _stages(file: Path, say: Callable[[str], None]) -> Callable[[], None]:
-    """To be called now and then: says the file's line where it is another one."""
+    """Return a function that reports the file's line where it has changed since the last call."""
     before = ""
 
     def look() -> None:

@@ -22,7 +22,7 @@ from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.trials import TrialFailed, processes_text, strategy
 
 CONTEXT_BYTES = 600 << 20
-"""Of a GPU's memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
+"""GPU memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
 SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
 """Values of a step that differ from run to run."""
 
@@ -31,7 +31,7 @@ SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
 class ProofRun:
     folder: Path
     output: str
-    """What its launcher and rank 0 wrote."""
+    """Output of its launcher and rank 0."""
     peak_bytes: int
     """Peak memory of all its processes together."""
 
@@ -48,7 +48,7 @@ class ProofRun:
 
     @property
     def finding(self) -> str | None:
-        """The first thing in the user's code that its checks found and that may change weights, if any."""
+        """First finding of the checks of the user's code that may change weights, if any."""
         return next((each["what"] for each in self.summary["findings"] or () if each["leaves_promise"]), None)
 
     @property
@@ -69,7 +69,7 @@ class KilledRun:
 
     process: int
     steps: int
-    """Steps done before."""
+    """Steps done before the kill."""
     checkpoint: int
     """Steps of the newest checkpoint."""
 
@@ -77,19 +77,19 @@ class KilledRun:
 @dataclass(frozen=True, kw_only=True)
 class RunVariant:
     name: str
-    """Of its folder; one that exists is resumed."""
+    """Name of its folder; a run in an existing one is resumed."""
     processes: int
     request: ProofRequest
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings by section and name that differ from the proof's other runs."""
     parallel: StrategySection | None = None
-    """Another strategy than the recipe's."""
+    """Strategy, if not the recipe's."""
 
     def __str__(self) -> str:
         return f"run {self.name} on {processes_text(self.processes)}"
 
     def recipe(self, recipe: Recipe, folder: Path, *, steps: int) -> Recipe:
-        """The user's recipe with few steps, and without evaluations, saves and reports while it runs."""
+        """Return the user's recipe with few steps, and without evaluations, saves and reports while it runs."""
         sections = trials.without_interruptions(recipe, folder, steps=steps)
         sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
         for name, values in self.changes.items():
@@ -115,7 +115,7 @@ class ProofRuns:
     """Number of processes -> the run with the recipe's own strategy; each is made once."""
 
     def on(self, processes: int) -> ProofRun:
-        """The undisturbed run with this many processes."""
+        """Return the undisturbed run with this many processes."""
         if processes not in self.undisturbed:
             self.undisturbed[processes] = self.run(f"world-{processes}", processes)
         return self.undisturbed[processes]
@@ -167,7 +167,7 @@ class ProofRuns:
         return KilledRun(process=killed[0], steps=every + 1, checkpoint=step_of(left[0]))
 
     def shortage(self, processes: int) -> str | None:
-        """Why this many processes cannot be run, if so: too few shards, GPUs, cores, or too little memory."""
+        """Return why this many processes cannot be run, if so: too few shards, GPUs, cores, or too little memory."""
         shards, threads = self.recipe.train.shards, self.recipe.run.threads
         needed, gpus = processes * self.on(1).peak_bytes, devices.count_gpus()
         if processes > 2 and shards < processes:
@@ -198,13 +198,13 @@ class ProofRuns:
 
 
 def sharing_gpus(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe with GPUs that the processes share, where there are fewer."""
+    """Return the recipe with GPUs that the processes share, where there are fewer."""
     shares = 0 < devices.count_gpus() < processes
     return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"share_gpus": shares})})
 
 
 def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:
-    """Why so many processes cannot share the GPUs, with `peak_bytes` of tensors each."""
+    """Return why so many processes cannot share the GPUs, with `peak_bytes` of tensors each; None if they can."""
     on_each = -(-processes // gpus)
     needed = on_each * (peak_bytes + CONTEXT_BYTES)
     if on_each == 1 or needed < torch.cuda.get_device_properties(0).total_memory:

@@ -1,5 +1,5 @@
-"""How a run of a proof differs from the first one, and why: in weights and steps, by what is known already, else what
-further, traced runs show; and where weights are equal, in what was measured, by the metric that is to blame.
+"""Finds how a run of a proof differs from the first one, and why: in weights and steps, from known causes or from
+further, traced runs; where weights are equal, in its metrics.
 
 W = processes.
 """
@@ -31,7 +31,7 @@ class RunDifference:
     step: int | None
     """The first step whose loss, gradient norm, learning rate or chain differs; None where only the weights do."""
     figures: str = ""
-    """The first of these that differs, with both values."""
+    """First quantity that differs, with both values."""
 
     @property
     def position(self) -> str:
@@ -39,7 +39,7 @@ class RunDifference:
 
 
 def run_difference(one: ProofRun, other: ProofRun) -> RunDifference | None:
-    """How two runs differ in weights and steps; None where they are equal, whatever they measured."""
+    """Return how two runs differ in weights and steps; None where they are equal, whatever they measured."""
     in_weights = any(one.summary.get(name) != other.summary.get(name) for name in DIGESTS)
     steps = [{line["step"]: line for line in run.metrics if line["kind"] == "step"} for run in (one, other)]
     for number in sorted(steps[0].keys() | steps[1].keys()):
@@ -57,7 +57,7 @@ class DifferenceCauses:
     """Why even a repeated micro-batch differs; empty where it does not. Runs then differ for the same reason."""
 
     def known(self, run: ProofRun, difference: RunDifference) -> str | None:
-        """The cause, as far as it can be told without another run."""
+        """Return the cause, if it is known without another run."""
         if self.repeat_cause:
             return f"as above: {self.repeat_cause}"
         if finding := run.finding or self.runs.on(1).finding:
@@ -70,7 +70,7 @@ class DifferenceCauses:
         return None
 
     def of_processes(self, processes: int, difference: RunDifference) -> str:
-        """Why a number of processes changes the run: where unknown, run both again, traced and in the exact order."""
+        """Find why a number of processes changes the run: where unknown, run both again, traced, in the exact order."""
         if known := self.known(self.runs.on(processes), difference):
             return known
         request, exact = self.runs.request.model_copy(update={"is_traced": True}), {"run": {"reproducibility": "exact"}}
@@ -118,7 +118,7 @@ class MetricDifference:
 
 
 def metric_differences(one: ProofRun, other: ProofRun) -> Iterator[MetricDifference]:
-    """What was measured in evaluations, or logged beside the loss, and differs, in the order of the runs' lines."""
+    """Yield metrics of evaluations, or logged beside the loss, that differ, in the order of the runs' lines."""
     for a, b in zip(one.metrics, other.metrics, strict=False):
         kind, step = a["kind"], a["step"]
         for name in dict.fromkeys([*a, *b]):
@@ -134,8 +134,8 @@ def metric_row(
     measures: Mapping[str, DeclaredMetric],
     repeat: Callable[[], ProofRun],
 ) -> ProofRow:
-    """The row about metrics; `others` are runs with the weights of `one`, by label. `repeat` runs `one` again, which is
-    needed only where something differs."""
+    """Return the row about metrics; `others` are runs with the weights of `one`, by label. `repeat` runs `one` again,
+    which is needed only where something differs."""
     how = f"{', '.join(others)}: {', '.join(one.summary['evaluation'])}, and what is logged of each step"
     for label, other in others.items():
         if differences := list(metric_differences(one, other)):
@@ -150,7 +150,7 @@ def metric_row(
 def explanation(
     differences: list[MetricDifference], label: str, measures: Mapping[str, DeclaredMetric], *, is_stable: bool
 ) -> str:
-    """What differs and why; `is_stable`: the first run gave the same values when it was repeated."""
+    """Describe what differs and why; `is_stable`: the first run gave the same values when it was repeated."""
     evaluated = [each for each in differences if each.kind == "evaluation"]
     names = list(dict.fromkeys(each.name for each in evaluated))
     first = next((each for each in evaluated if each.name == "loss"), (evaluated or differences)[0])
@@ -171,7 +171,7 @@ def explanation(
 
 
 def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
-    """A metric by its name; one of the user's own with class, file and line."""
+    """Describe a metric by its name; one of the user's own with class, file and line."""
     measure = measures.get(name) or measures.get(name.partition(".")[0])
     if measure is None or isinstance(measure.metric, SummedMetric):
         return f"`{name}`"
@@ -181,7 +181,7 @@ def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
 
 
 def consequences(recipe: Recipe, differences: list[MetricDifference]) -> str:
-    """What a run decides by one of these metrics, if anything."""
+    """Describe what a run decides by one of these metrics, if anything."""
     names = {each.name for each in differences if each.kind == "evaluation"}
     text = ""
     if recipe.train.stop_metric in names:

@@ -35,7 +35,7 @@ from lockstep.tools.prove.run_differences import (
 from lockstep.tools.trials import prepared, timed_lines
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
-"""What --only can choose; `repeat` checks single micro-batches, alone and beside each other."""
+"""Choices of --only; `repeat` checks single micro-batches, alone and beside each other."""
 SHORT_DIGEST = 16
 MOST_PROCESSES = 4
 
@@ -50,7 +50,7 @@ class Proof:
     data: Splits
     report: Callable[[str], None]
     equal: dict[str, ProofRun] = field(default_factory=dict)
-    """Runs with the weights of W = 1, by label: what they measured is compared at the end."""
+    """Runs with the weights of W = 1, by label: their metrics are compared at the end."""
     unequal: list[str] = field(default_factory=list)
     repeat_cause: str = ""
     """Why single micro-batches differ when they are repeated, where they do."""
@@ -71,7 +71,7 @@ class Proof:
         )
 
     def rows(self, parts: tuple[str, ...]) -> list[ProofRow]:
-        """Every chosen part's rows, in the order of PARTS."""
+        """Return the rows of every chosen part, in the order of PARTS."""
         rows: list[ProofRow] = []
         if "repeat" in parts:
             rows += self.single_batches()
@@ -88,14 +88,14 @@ class Proof:
         return rows
 
     def single_batches(self) -> list[ProofRow]:
-        """Whether a micro-batch gives the same bits again, and whether a step can be split into micro-batches."""
+        """Check that a micro-batch gives the same bits again, and that a step can be split into micro-batches."""
         run = self.runs.run("single-batches", 1, self.runs.request.model_copy(update={"inspect": True}))
         rows = [ProofRow(**row) for row in run.read("rows.json")]
         self.repeat_cause = rows[0].cause
         return rows
 
     def processes(self, number: int) -> ProofRow:
-        """The weights and steps of W processes against those of one."""
+        """Compare the weights and steps of W processes with those of one."""
         label = f"W = {number}"
         what = f"{label}: weights and steps of W = 1"
         self.runs.on(1)
@@ -108,7 +108,7 @@ class Proof:
         return row
 
     def strategy(self, kind: str) -> ProofRow:
-        """The weights and steps of another strategy against those of the first run."""
+        """Compare the weights and steps of another strategy with those of the first run."""
         processes = strategy_choice.processes_of(kind)
         what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
         section = strategy_choice.section(self.recipe, kind)
@@ -122,7 +122,7 @@ class Proof:
         return self.compared(what, self.how, label=kind, run=run, cause=partial(self.causes.of_strategy, kind, run))
 
     def killed(self) -> ProofRow:
-        """A run that is killed and resumed on another number of processes against the undisturbed one."""
+        """Compare a run that is killed and resumed on another number of processes with the undisturbed one."""
         resumed_on = 3 if self.obstacle(3) is None else 1
         what = f"killed on W = 2, resumed on W = {resumed_on}: weights and steps of W = 1"
         if obstacle := self.obstacle(2):
@@ -143,7 +143,7 @@ class Proof:
         return self.compared(what, how, label=f"killed, W = {resumed_on}", run=run, cause=cause_of)
 
     def evaluated(self) -> ProofRow:
-        """Whether the ranks together evaluate each test sample once."""
+        """Check that the ranks together evaluate each test sample once."""
         what, samples = "evaluation counts each test sample once", self.runs.request.test_samples
         if self.differing is not None:
             cause = f"the weights of W = {self.differing} differ, and so what is measured of them"
@@ -163,7 +163,7 @@ class Proof:
         return ProofRow(what=what, how=how, result="shown")
 
     def measured(self) -> ProofRow:
-        """Whether all runs with the same weights measured the same."""
+        """Check that all runs with the same weights measured the same."""
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
             return ProofRow(what=EQUAL_MEASURES, result="not shown", cause=cause)
@@ -174,7 +174,7 @@ class Proof:
     def compared(
         self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[RunDifference], str]
     ) -> ProofRow:
-        """The row of a run that is compared with the first; `cause` is called where they differ."""
+        """Return the row of a run that is compared with the first; `cause` is called where they differ."""
         difference = self.difference(label, run)
         digest = self.runs.on(1).digest[:SHORT_DIGEST]
         if difference is not None:
@@ -188,7 +188,7 @@ class Proof:
         return ProofRow(what=what, how=how, result="shown", digest=digest)
 
     def difference(self, label: str, run: ProofRun) -> RunDifference | None:
-        """How a run differs from the first one in what it trains; the run is kept for comparing metrics later."""
+        """Return how a run differs from the first one in what it trains; keep the run to compare its metrics later."""
         difference = run_difference(self.runs.on(1), run)
         if difference is None or not difference.in_weights:
             self.equal[label] = run
@@ -201,11 +201,11 @@ class Proof:
         return DifferenceCauses(runs=self.runs, repeat_cause=self.repeat_cause)
 
     def obstacle(self, processes: int) -> str | None:
-        """Why this many processes are not tried, if so: fewer differ already, or the machine cannot run them."""
+        """Return why this many processes are not tried, if so: fewer differ already, or the machine cannot run them."""
         return f"W = {self.differing} differs already" if self.differing else self.runs.shortage(processes)
 
     def is_partition(self, processes: int) -> bool:
-        """Whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
+        """Return whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
         seen = np.zeros(len(self.data.test), dtype=np.int64)
         for rank in range(processes):
             for request in evaluation_requests(self.recipe, self.data.test, World(rank=rank, size=processes)):
@@ -223,7 +223,7 @@ class Proof:
 
 
 def half_time(steps: int, epoch: int) -> int:
-    """The step nearest to the middle of a run that neither ends an epoch nor comes just before its end, if any."""
+    """Find the step nearest the middle of a run that neither ends an epoch nor comes just before its end, if any."""
     within = [step for step in range(1, steps - 1) if step % epoch and (step + 1) % epoch]
     return min(within or range(1, steps - 1), key=lambda step: abs(step - steps // 2))
 
@@ -249,7 +249,7 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
 
 @contextmanager
 def folder_for(keep: Path | None) -> Iterator[Path]:
-    """The folder of the runs: a temporary one, or the new one that the user wants to keep."""
+    """Open the folder of the runs: a temporary one, or the new one that the user wants to keep."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="lockstep-prove-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)

@@ -1,7 +1,7 @@
-"""What one process can check alone: a micro-batch gives the same bits again, and a step's gradient, summed over
-micro-batches, is that of all its samples at once; if not, which module is the first to mix samples.
+"""Checks in one process: a micro-batch gives the same bits again, and a step's gradient, summed over micro-batches, is
+that of all its samples at once; if not, they find the first module that mixes samples.
 
-The gradients are compared in float64 where the model can be computed in it, since both are then equal but for about
+The gradients are compared in float64 where the model can be computed in it, since both are then equal up to about
 1e-16. Randomness is switched off, and BatchNorm uses its running statistics: its own are a micro-batch's by design.
 """
 
@@ -31,19 +31,19 @@ from lockstep.tools.prove.trace_diff import REPEATED, RunTrace, TraceDifference,
 from lockstep.training.loss_checks import generator_states
 
 PASSES = 3
-"""How often the same micro-batches are run."""
+"""Number of passes over the same micro-batches."""
 ROUNDINGS = 2**14
-"""How many roundings of the number format may lie between two orders of the same sums, relative to the largest
-gradient of all (some, such as that of an attention key's bias, are nothing but rounding): 3.6e-12 and 2.0e-3."""
+"""Roundings of the number format that may lie between two orders of the same sums: 3.6e-12 and 2.0e-3, relative to the
+largest gradient of all. Some gradients, such as that of an attention key's bias, are pure rounding."""
 ATTEMPTS = 5
-"""Switching one module off may make another one draw random numbers."""
+"""Attempts to switch off randomness: with one module off, another one may draw random numbers."""
 
 Call = tuple[str, list[Tensor], list[Tensor]]
 """A module's name, and the tensors of its inputs and outputs."""
 
 
 def checked(components: Components) -> list[ProofRow]:
-    """The rows that need no other process."""
+    """Return the rows that need no other process."""
     repeat = repeat_row(components)
     what = "the split of a step does not change its gradient"
     if repeat.result != "shown":
@@ -90,7 +90,7 @@ def traced_pass(components: Components) -> list[Line]:
 
 
 def split_row(components: Components, what: str) -> ProofRow:
-    """The row about the first step's gradient."""
+    """Return the row about the first step's gradient."""
     train = components.recipe.train
     if train.loss_is == "batch_wise":
         return ProofRow(
@@ -115,7 +115,7 @@ def split_row(components: Components, what: str) -> ProofRow:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The type of floats made of integers, such as pixels / 255."""
+    """Set the type of floats computed from integers, such as pixels / 255."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -159,7 +159,7 @@ class SplitComparison:
             module.training = False
 
     def row(self, what: str) -> ProofRow:
-        """The comparison of losses and gradients."""
+        """Return the row that compares losses and gradients."""
         number = f"float{torch.finfo(self.dtype).bits}"
         shards, size = len(self.micro_batches), len(self.micro_batches[0].indices)
         samples = sum(len(m.indices) for m in self.micro_batches)
@@ -178,7 +178,7 @@ class SplitComparison:
         return ProofRow(what=what, how=how, result="DIFFERS", digest=figure, cause=self.cause())
 
     def error(self) -> float:
-        """The largest difference of any gradient or the loss, relative to the largest gradient and the loss."""
+        """Return the largest difference of any gradient or the loss, relative to the largest gradient and the loss."""
         whole = self.joined(self.micro_batches)
         loss = self.loss(self.model(whole), whole)
         loss.total.backward()
@@ -205,7 +205,7 @@ class SplitComparison:
         return max(worst / max(scale, 1e-30), abs(float(summed.total) - total) / max(abs(total), 1e-30))
 
     def cause(self) -> str:
-        """The first module whose outputs for a sample depend on the samples beside it, else the loss, else neither."""
+        """Find the first module whose outputs for a sample depend on other samples, else the loss, else neither."""
         first, second = self.micro_batches[:2]
         whole = self.joined([first, second])
         calls_whole, outputs_whole = traced_calls(self.model, whole)
@@ -239,7 +239,7 @@ class SplitComparison:
         return unweighted(self.model.loss(outputs, batch))
 
     def joined(self, micro_batches: Sequence[MicroBatch]) -> Batch:
-        """One batch of several; rows of different length are padded as collate pads them."""
+        """Join several batches; rows of different length are padded as collate pads them."""
         pad = {"input_ids": self.components.data.pad_id, **self.components.data.train.spec.pad}
         joined = {}
         for name in micro_batches[0].batch:
@@ -253,12 +253,12 @@ class SplitComparison:
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating-point columns in another type."""
+    """Return the batch with its floating-point columns in another type."""
     return {name: column.to(dtype) if column.is_floating_point() else column for name, column in batch.items()}
 
 
 def forward(model: Model, batch: Batch, *, enter: Callable[..., None], leave: Callable[..., None]) -> Tensor:
-    """The outputs of a forward pass without gradients. Around each module's call `enter(name, module, args, kwargs)`
+    """Run a forward pass without gradients -> outputs. Around each module's call, `enter(name, module, args, kwargs)`
     and `leave(name, module, inputs, outputs)` are called."""
     handles: list[Any] = []
     for name, module in model.named_modules():
@@ -273,7 +273,7 @@ def forward(model: Model, batch: Batch, *, enter: Callable[..., None], leave: Ca
 
 
 def drawing(model: Model, batch: Batch) -> set[nn.Module]:
-    """The modules that draw from torch's, NumPy's or Python's generators in their own code, not in an inner module."""
+    """Find modules that draw from torch's, NumPy's or Python's generators in their own code, not in an inner module."""
     random_modules: set[nn.Module] = set()
     stack: list[nn.Module] = []
     last = ""
@@ -298,7 +298,7 @@ def drawing(model: Model, batch: Batch) -> set[nn.Module]:
 
 
 def traced_calls(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:
-    """Every call of a module in a forward pass, in the order in which they end, and the outputs."""
+    """Record every call of a module in a forward pass, in the order in which they end, and the outputs."""
     calls: list[Call] = []
     inputs: list[list[Tensor]] = []
 
@@ -312,7 +312,7 @@ def traced_calls(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:
 
 
 def copies(nest: Any) -> list[Tensor]:
-    """Copies of the tensors in a nest of sequences and mappings; pytree would skip subclasses such as ModelOutput."""
+    """Copy the tensors in a nest of sequences and mappings; pytree would skip subclasses such as ModelOutput."""
     if isinstance(nest, Tensor):
         return [nest.detach().clone()]
     values = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, list | tuple) else ()
@@ -320,7 +320,7 @@ def copies(nest: Any) -> list[Tensor]:
 
 
 def agree(whole: Sequence[Tensor], part: Sequence[Tensor], *, sizes: tuple[int, int], tolerance: float) -> bool:
-    """Whether the last rows of tensors over a batch equal those over its last part; `sizes` are the samples of both.
+    """Return whether the last rows of a batch's tensors equal those of its last part; `sizes` are the samples of both.
 
     Rows lie along the first axis whose length is proportional to the number of samples (a row may be a token). An axis
     that is longer in one, as texts are padded to the longest of a batch, is cut.

@@ -1,4 +1,4 @@
-"""Which strategies a proof compares, each with settings that suit the recipe's model."""
+"""Chooses the strategies that a proof compares, each with settings that suit the recipe's model."""
 
 from lockstep.base import plugins
 from lockstep.base.errors import LockstepError
@@ -8,19 +8,19 @@ from lockstep.tools.trials import strategy
 
 
 def processes_of(kind: str) -> int:
-    """How many processes a strategy is run on."""
+    """Return the number of processes that a strategy is run on."""
     return plugins.find("parallel.strategies", kind).Config.MOST_PROCESSES or 2
 
 
 def compared(recipe: Recipe) -> list[str]:
-    """The strategies that give the same bits, except the first run: the recipe's own on one process."""
+    """List the strategies that give the same bits, except the first run: the recipe's own on one process."""
     kinds = sorted(plugins.names("parallel.strategies"), key=processes_of)
     same = [kind for kind in kinds if plugins.find("parallel.strategies", kind).Config.HAS_COMMON_BITS]
     return [kind for kind in same if kind != recipe.parallel.kind or processes_of(kind) > 1]
 
 
 def section(recipe: Recipe, kind: str) -> StrategySection | str:
-    """The recipe's own settings of a strategy, else its defaults for any model; or why it cannot be used here."""
+    """Return the recipe's settings of a strategy, else its defaults for any model; or why it cannot be used here."""
     if recipe.parallel.kind == kind:
         return recipe.parallel
     try:
@@ -30,7 +30,7 @@ def section(recipe: Recipe, kind: str) -> StrategySection | str:
 
 
 def own_bits(recipe: Recipe) -> str | None:
-    """Why the recipe's strategy gives other weights than others do, if so."""
+    """Return why the recipe's strategy gives other weights than others do, if so."""
     own, kind = recipe.parallel, recipe.parallel.kind
     if own.leaves_the_promise:
         return str(own.leaves_the_promise)

@@ -48,9 +48,9 @@ class TraceDifference:
     kind: str
     """weights, batch, call, flow, gradient or sum."""
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     name: str
-    """Of the module, parameter or column."""
+    """Name of the module, parameter or column."""
     shard: int | None = None
 
     @property
@@ -60,7 +60,7 @@ class TraceDifference:
 
 
 def read(folder: Path) -> RunTrace:
-    """The trace of a run from the files of all its ranks."""
+    """Read the trace of a run from the files of all its ranks."""
     trace = RunTrace()
     for path in sorted(folder.glob("trace-*.jsonl")):
         with path.open(encoding="utf-8") as file:
@@ -69,7 +69,7 @@ def read(folder: Path) -> RunTrace:
 
 
 def first_difference(one: RunTrace, other: RunTrace) -> TraceDifference | None:
-    """The first step, shard and module, in the order of the run, at which two traces differ."""
+    """Find the first step, shard and module, in the order of the run, at which two traces differ."""
     for number in sorted(one.steps.keys() | other.steps.keys()):
         a, b = one.steps.get(number, StepTrace()), other.steps.get(number, StepTrace())
         if name := _unequal(a.weights, b.weights):
@@ -100,8 +100,8 @@ def _in_shard(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
 
 
 def _in_calls(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
-    """The first call with equal inputs and other outputs: a module whose inputs differ only passes a difference on.
-    Calls come in the order in which they end, so an inner module comes before the one around it."""
+    """Find the first call with equal inputs and other outputs: a module whose inputs differ only passes a difference
+    on. Calls come in the order in which they end, so an inner module comes before the one around it."""
     for one, other in zip(a, b, strict=False):
         if one["name"] != other["name"]:
             return "flow", one["name"]
@@ -145,6 +145,6 @@ SPREAD = {
 
 
 def explained(difference: TraceDifference, trace: RunTrace, meanings: dict[str, str]) -> str:
-    """A difference in a sentence, with the module's class, file and line."""
+    """Describe a difference in a sentence, with the module's class, file and line."""
     name, module = difference.name, trace.modules.get(difference.name, difference.name)
     return meanings[difference.kind].format(step=difference.position, name=name, module=module)

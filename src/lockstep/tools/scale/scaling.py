@@ -43,7 +43,7 @@ class ScaleRow:
     rates: tuple[float, ...]
     """Samples per second of each round."""
     base_rates: tuple[float, ...]
-    """Those of the smallest number of processes, in the same rounds."""
+    """Samples per second of the smallest number of processes, in the same rounds."""
     base_processes: int
     peak_bytes: int
     """Peak memory of all processes together."""
@@ -59,7 +59,7 @@ class ScaleRow:
 
     @property
     def efficiency(self) -> float:
-        """Speed-up as a fraction of that of the number of processes."""
+        """Speed-up as a fraction of the proportional one."""
         return self.speed_up * self.base_processes / self.processes
 
 
@@ -84,7 +84,7 @@ def print_scaling(rows: Sequence[ScaleRow], console: Console, *, notes: Sequence
 
 
 def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
-    """Throughput over the number of processes, beside proportional growth, as SVG."""
+    """Draw throughput over the number of processes, beside proportional growth, as SVG."""
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(8, 5)
@@ -110,7 +110,7 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
 
 
 class NoRequest(BaseModel):
-    """The task needs nothing but its recipe."""
+    """Empty request: the task needs only its recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class ScaleOptions:
     steps: int
     """Measured steps of each run."""
     rounds: int
-    """How often each number of processes is measured, in turns."""
+    """Number of times that each number of processes is measured, in turns."""
     is_weak: bool
     """Whether the global batch grows with the processes, so that each does the same work at any number."""
     picture: Path | None
@@ -174,7 +174,7 @@ def checked(recipe: Recipe, options: ScaleOptions) -> None:
 
 
 def rows_of(recipe: Recipe, options: ScaleOptions, seen: dict[int, list[ScaleRun]]) -> list[ScaleRow]:
-    """A row for each number of processes, with speed-up and efficiency against the smallest one."""
+    """Return a row for each number of processes, with speed-up and efficiency against the smallest one."""
     smallest = min(seen)
     return [
         ScaleRow(
@@ -190,7 +190,7 @@ def rows_of(recipe: Recipe, options: ScaleOptions, seen: dict[int, list[ScaleRun
 
 
 def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
-    """With `--weak`, the config's belongs to the smallest number of processes."""
+    """Return the global batch; with `--weak`, the config's belongs to the smallest number of processes."""
     of_smallest = recipe.train.global_batch
     return of_smallest * size // min(options.world_sizes) if options.is_weak else of_smallest
 
@@ -210,7 +210,7 @@ def _measured(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path)
 
 
 def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
-    """What a reader has to know to judge the figures."""
+    """Return notes that a reader needs to interpret the figures."""
     kind = (
         "Weak scaling: the global batch grows with the processes; each does the same work at any number."
         if options.is_weak
