@@ -29,7 +29,7 @@ ORDER = [
     "predict",
     "serve",
 ]
-"""Of the commands in the help; others follow by name."""
+"""Order of the commands in the help; others follow by name."""
 
 
 class Commands(TyperGroup):
@@ -78,7 +78,7 @@ def everywhere(
 
 
 def contexts() -> Iterator[tuple[str, typer.Context]]:
-    """Every command's name and its context, from which its help is written."""
+    """Yield every command's name and its context, from which its help is written."""
     group: Any = typer.main.get_command(app)
     top = typer.Context(group, info_name="lockstep")
     for name in group.list_commands(top):
@@ -86,5 +86,5 @@ def contexts() -> Iterator[tuple[str, typer.Context]]:
 
 
 def main() -> None:
-    """The command `lockstep`."""
+    """Run the command `lockstep`."""
     sys.exit(app())

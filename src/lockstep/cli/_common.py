@@ -1,4 +1,4 @@
-"""What commands share: the console, arguments, the loading of configs, the reporting of errors."""
+"""Shared parts of the commands: the console, arguments, the loading of configs, the reporting of errors."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe
 
 
 def setting_names(incomplete: str) -> list[str]:
-    """What a shell offers for the beginning of a setting."""
+    """Complete the beginning of a setting in a shell."""
     from lockstep.run import recipe as recipes
 
     return [f"{name}=" for name in recipes.settings() if name.startswith(incomplete)]
@@ -83,13 +83,12 @@ TrustCode = Annotated[
 
 
 def versions() -> str:
-    """The versions of Lockstep, torch and Python in one line, without importing torch."""
+    """Return the versions of Lockstep, torch and Python in one line, without importing torch."""
     return f"lockstep {version('lockstep-train')}, torch {version('torch')}, Python {platform.python_version()}"
 
 
 def shipped_folder(name: str) -> Path:
-    """A folder of the repository that a wheel contains, too, `lessons` or `examples`: in the installed package, or in
-    the checkout that this is. Raises ConfigError."""
+    """Find `lessons` or `examples` in the installed package or in this checkout. Raises ConfigError."""
     package = Path(__file__).parents[1]
     places = (package / name, package.parents[1] / name)
     found = next((place for place in places if place.is_dir()), None)
@@ -137,7 +136,7 @@ def _check_folders() -> None:
 
 
 def _exit_code(command: Callable[[], int | None]) -> int | None:
-    """Run a command, print its error if it has one, and return its exit code; raises what is a bug of ours."""
+    """Run a command, print its error if it has one, and return its exit code. A bug of ours is raised."""
     try:
         try:
             _check_folders()

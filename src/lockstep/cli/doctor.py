@@ -55,7 +55,7 @@ def command(
 
 
 def _on_nodes(recipe: "Recipe") -> tuple[str, ...]:
-    """The command that gives this one on each machine, where the launcher can start one there."""
+    """Return the command that starts this one on each machine, where the launcher can do that."""
     from lockstep.base import plugins
 
     on_nodes = plugins.hook("launch.launchers", recipe.launch.kind, "on_nodes")

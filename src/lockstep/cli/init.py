@@ -11,7 +11,7 @@ from lockstep.base.errors import ConfigError, nearest
 from lockstep.cli._common import console, reports_errors, shipped_folder
 
 EXAMPLES = "examples/"
-"""Before the name of a config that is ready to run, as opposed to one with every setting explained."""
+"""Prefix of the name of a config that is ready to run, as opposed to one with every setting explained."""
 
 
 @reports_errors

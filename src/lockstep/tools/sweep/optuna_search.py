@@ -1,4 +1,4 @@
-"""Suggestions and pruning by optuna, whose study is built anew each time from the trials so far: nothing is hidden."""
+"""Suggestions and pruning by optuna, whose study is rebuilt each time from the trials so far: it keeps no state."""
 
 import json
 import math
@@ -16,11 +16,11 @@ from lockstep.tools.sweep.sweep_state import Measured, Sweep
 STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 SEEDS = 2**31
 MOST_REPEATS = 100
-"""Suggestions in a row of what was tried before, after which there is taken to be nothing else."""
+"""Number of repeated suggestions in a row after which no other settings are assumed to exist."""
 
 
 def suggestion(sweep: Sweep, *, seed: int) -> dict[str, Any] | None:
-    """Settings that were not tried yet, by the tree-structured Parzen estimator; None where there are no others."""
+    """Suggest settings not tried yet, by the tree-structured Parzen estimator; None where there are no others."""
     tried = {override_text(trial.settings) for trial in sweep.trials}
     for attempt in range(MOST_REPEATS):
         study = _study(sweep, seed=(seed + len(sweep.trials) * MOST_REPEATS + attempt) % SEEDS)
@@ -35,7 +35,7 @@ def suggestion(sweep: Sweep, *, seed: int) -> dict[str, Any] | None:
 
 
 def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
-    """The index of the first evaluation at which optuna's MedianPruner ends a trial; None for none."""
+    """Return the index of the first evaluation at which optuna's MedianPruner ends a trial; None for none."""
     trial = _study(sweep, seed=0).ask()
     for index, own in enumerate(evaluations):
         trial.report(_number(sweep, own.value), index)
@@ -72,7 +72,7 @@ def _distributions(keys: Sequence[SweptKey]) -> dict[str, BaseDistribution]:
 
 
 def _distribution(key: SweptKey) -> BaseDistribution:
-    """Listed values are categories, as JSON: optuna takes no lists."""
+    """Return the distribution of a key; listed values are categories, as JSON: optuna takes no lists."""
     if isinstance(key.low, int) and isinstance(key.high, int):
         return IntDistribution(key.low, key.high, log=key.is_log)
     if key.ends is not None:
@@ -81,5 +81,5 @@ def _distribution(key: SweptKey) -> BaseDistribution:
 
 
 def _number(sweep: Sweep, value: float | None) -> float:
-    """What is not finite is worse than any number."""
+    """Return the value for optuna; a value that is not finite is worse than any number."""
     return value if value is not None else math.inf if sweep.lower_is_better else -math.inf

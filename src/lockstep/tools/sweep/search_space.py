@@ -1,4 +1,4 @@
-"""What a sweep varies, as typed: KEY=V1,V2,... for listed values, KEY=LOW..HIGH for a range."""
+"""The settings that a sweep varies, as typed: KEY=V1,V2,... for listed values, KEY=LOW..HIGH for a range."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from lockstep.base.yaml_text import scalar_or_text
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
 LOG_FACTOR = 10
-"""A range whose ends are positive and further apart than this factor is searched by its logarithm."""
+"""Factor between the positive ends of a range above which it is searched by its logarithm."""
 NOT_LEARNED = ("launch.", "checkpoint.", "export.", "run.dir", "run.name")
 """Settings, or sections with a dot, that change nothing about what is learned."""
 
@@ -38,7 +38,7 @@ class SweptKey(BaseModel):
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Those of a range."""
+        """Ends of a range; None for listed values."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
@@ -75,7 +75,7 @@ def parse(words: Sequence[str]) -> tuple[list[SweptKey], list[str]]:
 
 
 def _listed(text: str, key: str) -> list[Any]:
-    """The different values of a list; a text that is no list of YAML values counts as one."""
+    """Return the different values of a list; a text that is no list of YAML values counts as one."""
     listed = scalar_or_text(f"[{text}]", tuple(key.split(".")))
     values = listed if isinstance(listed, list) else [text]
     return list({override_text(value): value for value in values}.values())
@@ -89,7 +89,7 @@ def _range(key: str, *texts: str) -> SweptKey:
 
 
 def override_text(value: Any) -> str:
-    """A value as an override has it, on one line: JSON is YAML."""
+    """Format a value as in an override, on one line: JSON is YAML."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -98,5 +98,5 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value for people, without the quotes of a text."""
+    """Format a value for display: a text without quotes."""
     return value if isinstance(value, str) else override_text(value)

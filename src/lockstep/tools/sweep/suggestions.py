@@ -1,4 +1,4 @@
-"""Which settings a trial tries: a pure function of the seed, what is swept, and the trials so far."""
+"""Suggests the settings of a trial: a pure function of the seed, the swept keys, and the trials so far."""
 
 import itertools
 import math
@@ -11,13 +11,13 @@ from lockstep.tools.sweep.search_space import SweptKey, override_text
 from lockstep.tools.sweep.sweep_state import MOST_TRIALS
 
 DIGITS = 4
-"""Significant digits of a number from a range: what is tried can be typed."""
+"""Significant digits of a number from a range: few, so that it can be typed."""
 MOST_REPEATS = 1000
-"""Draws in a row of what was drawn before, after which there is taken to be nothing else."""
+"""Number of repeated draws in a row after which no other settings are assumed to exist."""
 
 
 def grid(keys: Sequence[SweptKey]) -> list[dict[str, Any]]:
-    """Every combination, the last key varying fastest. Raises ConfigError."""
+    """List every combination, the last key varying fastest. Raises ConfigError."""
     ranges = [key for key in keys if key.ends is not None]
     if ranges:
         raise ConfigError(f"{ranges[0]}: a grid tries listed values; list some, or add --search random --trials 20")
@@ -29,7 +29,7 @@ def grid(keys: Sequence[SweptKey]) -> list[dict[str, Any]]:
 
 
 def drawn(keys: Sequence[SweptKey], *, seed: int, count: int) -> list[dict[str, Any]]:
-    """Settings at random, none twice; fewer than `count` where there are no others."""
+    """Draw settings at random, none twice; fewer than `count` where there are no others."""
     return list(itertools.islice(_draws(keys, random.Random(seed)), count))
 
 
@@ -53,7 +53,7 @@ def _draw(key: SweptKey, source: random.Random) -> Any:
 
 
 def rounded(key: SweptKey, number: float) -> int | float:
-    """A number in a range with few digits, an integer where both ends are."""
+    """Round a number in a range to few digits, to an integer where both ends are."""
     assert key.low is not None and key.high is not None
     near = round(number) if key.is_integer else float(f"{number:.{DIGITS}g}")
     return min(max(near, key.low), key.high)

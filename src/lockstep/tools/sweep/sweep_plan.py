@@ -1,4 +1,4 @@
-"""From a command line, or the folder of an earlier sweep, to a sweep whose every trial has a valid config."""
+"""Plans a sweep from a command line, or the folder of an earlier one, and checks the config of every trial."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ DEFAULT_JOBS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """None where the user says nothing."""
+    """Options of the command line; None where the user gives none."""
 
     search: Search | None = None
     trials: int | None = None
@@ -39,20 +39,17 @@ class SweepOptions:
 class PlannedSweep:
     sweep: Sweep
     folder: Path
-    """Absolute; the trials' runs are folders in it."""
+    """Absolute path of the folder with the trials' runs."""
     source: Path
-    """What the user named: a config of his own, or the copy in the sweep's folder."""
+    """Config that the user named, or the copy in the sweep's folder."""
     config: Path
-    """What is read: the copy, once this sweep has written it."""
+    """Config that is read: the copy, once this sweep has written it."""
     trusts_code: bool
     jobs: int = DEFAULT_JOBS
-    """Of a scheduler at a time."""
+    """Number of jobs at the scheduler at a time."""
 
     def recipe(self, trial: SweepTrial) -> tuple[Recipe, tuple[str, ...]]:
-        """The config of a trial's run, and arguments by which its workers may execute its code.
-
-        Raises ConfigError, UntrustedCode.
-        """
+        """Return a trial's config and the trust arguments of its workers. Raises ConfigError, UntrustedCode."""
         place = {"run.dir": str(self.folder), "run.name": trial.name}
         recipe = self._loaded({**trial.settings, **place})
         return recipe, recipe_trust.authorize(recipe, self.source, trusts=self.trusts_code)
@@ -63,11 +60,11 @@ class PlannedSweep:
 
     @property
     def base(self) -> Recipe:
-        """What trials share."""
+        """Recipe with the settings that trials share."""
         return self._loaded({})
 
     def expected(self) -> list[dict[str, Any]]:
-        """Settings of all trials; for optuna, whose suggestions follow from results, some with every limit of a key."""
+        """List the settings of all trials; for optuna, which suggests from results, some with every limit of a key."""
         keys = self.sweep.keys
         if self.sweep.search == "grid":
             return suggestions.grid(keys)
@@ -78,7 +75,7 @@ class PlannedSweep:
 
 
 def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
-    """Begin a sweep, or go on with one, and write down what it is. Raises UserError before any trial starts."""
+    """Start a sweep, or go on with one, and save its plan. Raises UserError before any trial starts."""
     plan = _of_folder(path, words, options) if path.is_dir() else _of_config(path, words, options)
     if plan.sweep.search == "optuna":
         plugins.require("sweep", "optuna", what="--search optuna")
@@ -152,7 +149,7 @@ def _count(search: Search, asked: int | None, default: int) -> int:
 
 
 def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
-    """The sweep in the folder, where it is the same one; it may get more trials. Raises ConfigError."""
+    """Take over the trials of the sweep in the folder, if it is the same one; it may get more. Raises ConfigError."""
     stored, sweep = sweep_state.load(plan.folder), plan.sweep
     other = next((f"{a} instead of {b}" for a, b in zip(_said(sweep), _said(stored), strict=False) if a != b), None)
     if other is None and _learned(recipe) != _learned(recipes.load(plan.folder / CONFIG, stored.shared)):
@@ -167,7 +164,7 @@ def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
 
 
 def _said(sweep: Sweep) -> Iterator[str]:
-    """What makes it this sweep."""
+    """Yield the options that identify a sweep."""
     yield f"--search {sweep.search}"
     yield f"--metric {sweep.metric}"
     yield f"--prune {sweep.prune}"
@@ -175,13 +172,13 @@ def _said(sweep: Sweep) -> Iterator[str]:
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
-    """The settings that trials share, without those of the machine and the names of runs."""
+    """Return the settings that trials share, without those of the machine and the names of runs."""
     sections = recipe.model_dump(mode="json", exclude={"launch"})
     return {**sections, "run": {**sections["run"], "name": None, "dir": None}}
 
 
 def _metric(recipe: Recipe, asked: str | None) -> tuple[str, Mode]:
-    """What the sweep compares, and whether smaller or larger values are better. Raises ConfigError."""
+    """Return the metric to compare, and whether smaller or larger values are better. Raises ConfigError."""
     checkpoint, train = recipe.checkpoint, recipe.train
     metric, mode = split_sign(asked or checkpoint.best or train.stop_metric or "loss")
     _check_metric(recipe, metric)

@@ -1,4 +1,4 @@
-"""sweep.json: what a sweep varies, and what has come of its trials."""
+"""sweep.json: the keys of a sweep, and the results of its trials."""
 
 import math
 from itertools import product
@@ -14,12 +14,12 @@ from lockstep.run.recipe_trust import SWEEP
 from lockstep.tools.sweep.search_space import SweptKey
 
 CONFIG = "sweep.yaml"
-"""The config, as it was when the sweep began."""
+"""Copy of the config, made when the sweep began."""
 MOST_TRIALS = 1000
 Search = Literal["grid", "random", "optuna"]
 Prune = Literal["median", "none"]
 MOST = 1e100
-"""Beyond, matplotlib finds no ticks."""
+"""Largest value: beyond it, matplotlib finds no ticks."""
 Finite = Annotated[float, Field(allow_inf_nan=False, gt=-MOST, lt=MOST)]
 TrialState = Literal["running", "finished", "pruned", "failed"]
 
@@ -29,11 +29,11 @@ class SweepPart(BaseModel):
 
 
 class Measured(SweepPart):
-    """An evaluation of a trial; None for what was not finite."""
+    """An evaluation of a trial; None for a value that was not finite."""
 
     step: int = Field(ge=0)
     value: Finite | None
-    """Of the metric that the sweep compares."""
+    """Value of the metric that the sweep compares."""
     loss: Finite | None
 
 
@@ -42,10 +42,10 @@ class SweepTrial(SweepPart):
     settings: dict[str, Any]
     state: TrialState = "running"
     value: Finite | None = None
-    """Of the checkpoint that `lockstep evaluate` takes; of a pruned trial, at the evaluation that ended it."""
+    """Metric of the checkpoint that `lockstep evaluate` takes; of a pruned trial, at the evaluation that ended it."""
     loss: Finite | None = None
     seconds: Finite = 0.0
-    """Trained and evaluated, over all starts."""
+    """Time of training and evaluation, over all starts."""
     digest: str | None = None
     evaluations: list[Measured] = []
     note: str = ""
@@ -53,7 +53,7 @@ class SweepTrial(SweepPart):
 
     @property
     def name(self) -> str:
-        """Of its run."""
+        """Name of its run."""
         return f"trial-{self.number:03}"
 
 
@@ -63,20 +63,20 @@ class Sweep(SweepPart):
     """Settings that replace the config's, in all trials."""
     search: Search
     count: int = Field(ge=1, le=MOST_TRIALS)
-    """Of trials."""
+    """Number of trials."""
     metric: str
     mode: Mode = "auto"
     prune: Prune
     working_folder: str
-    """Relative paths of the config count from it."""
+    """Folder in which relative paths of the config start."""
     best: str | None = None
     """The name of the best trial."""
     trials: list[SweepTrial] = []
-    """In the order in which they began; several may be running as jobs, else only the last one."""
+    """Trials in the order in which they began; several may be running as jobs, else only the last one."""
 
     @model_validator(mode="after")
     def _has_places(self) -> Self:
-        """A figure has one for each value of each trial."""
+        """Raise ValueError for a value of a trial that has no place in a figure."""
         for key, trial in product(self.keys, self.trials):
             value = trial.settings.get(key.key, key)
             if value not in key.values and (key.ends is None or not isinstance(value, int | float)):
@@ -95,7 +95,7 @@ class Sweep(SweepPart):
         return is_better(self.metric, 0.0, 1.0, mode=self.mode)
 
     def ranked(self) -> list[SweepTrial]:
-        """Finished trials, the best first, then pruned ones, then the others.
+        """Sort the trials: finished ones, the best first, then pruned ones, then the others.
 
         Of trials with equal values the one with the smaller loss is better, then the older one.
         """
@@ -107,7 +107,7 @@ class Sweep(SweepPart):
         return group, value, math.inf if trial.loss is None else trial.loss
 
     def save(self, folder: Path) -> None:
-        """Raises ConfigError where it cannot be written."""
+        """Write sweep.json with the best trial so far. Raises ConfigError where it cannot be written."""
         self.best = next((trial.name for trial in self.ranked() if trial.state == "finished"), None)
         try:
             storage.write(folder / SWEEP, self.model_dump_json(indent=1))
@@ -119,7 +119,7 @@ class Sweep(SweepPart):
 
 
 def load(folder: Path) -> Sweep:
-    """Raises ConfigError."""
+    """Read sweep.json. Raises ConfigError."""
     file = folder / SWEEP
     try:
         return Sweep.model_validate(storage.read_json(file))

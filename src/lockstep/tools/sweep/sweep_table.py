@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STYLES = {"best": "bold green", "finished": "green", "pruned": "yellow"}
 WIDTH = 160
-"""Of a table in a log."""
+"""Characters of a line where there is no terminal."""
 FINISHED, PRUNED, BEST = "#1f5f99", "#9db4c8", "#c0392b"
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 MOST_COLUMNS = 3
@@ -32,7 +32,7 @@ MOST_TICKS = 8
 
 
 def line(sweep: Sweep, trial: SweepTrial) -> str:
-    """What has come of a trial."""
+    """Describe the result of a trial in one line."""
     if trial.state in ("failed", "pruned"):
         return f"{trial.name} · {settings_text(trial.settings)} · {trial.state}: {trial.note}"
     values = [f"{sweep.metric} {number(trial.value)}"]
@@ -42,7 +42,7 @@ def line(sweep: Sweep, trial: SweepTrial) -> str:
 
 
 def print_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
-    """The table, the best trial first, and what to do with that."""
+    """Print the table, the best trial first, and that trial's lines for the config."""
     wide_console(console, WIDTH).print(table(sweep))
     best = next((trial for trial in sweep.trials if trial.name == sweep.best), None)
     if best is None:
@@ -77,7 +77,7 @@ def number(value: float | None) -> str:
 
 
 def config_lines(settings: dict[str, Any]) -> str:
-    """Settings as YAML."""
+    """Format settings as YAML."""
     sections: dict[str, Any] = {}
     for key, value in settings.items():
         *above, name = key.split(".")
@@ -89,7 +89,7 @@ def config_lines(settings: dict[str, Any]) -> str:
 
 
 def svg(sweep: Sweep, title: str) -> str:
-    """A panel for each key."""
+    """Draw the metric of all trials, with a panel for each key."""
     columns = min(len(sweep.keys), MOST_COLUMNS)
     rows = math.ceil(len(sweep.keys) / columns)
 
@@ -129,7 +129,7 @@ def _of(sweep: Sweep, state: str) -> list[SweepTrial]:
 
 
 def _places(key: SweptKey, axes: "Axes") -> Any:
-    """Value -> place on the x axis, which is set up for it."""
+    """Set up the x axis for the values of a key -> a function from value to place on it."""
     numbers = [each for each in key.values if isinstance(each, int | float) and not isinstance(each, bool)]
     if key.ends is None and len(numbers) < len(key.values):
         labels = [shown(value) for value in key.values]

@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and says which is the best."""
+"""Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and shows the best."""
 
 import os
 import subprocess
@@ -34,11 +34,11 @@ from lockstep.tools.trials import OUTPUT
 
 PICTURE = "sweep.svg"
 LOOK_SECONDS = 2.0
-"""Between two looks at jobs of a scheduler."""
+"""Time between two looks at jobs of a scheduler."""
 LEAST_TRIALS = 3
-"""So many earlier trials have to have reached an evaluation before one is judged by it."""
+"""Number of earlier trials that must have reached an evaluation before a trial is pruned by it."""
 MOST_FAILURES = 150
-"""Times in a row that a scheduler may not answer: for 5 minutes and more."""
+"""Number of times in a row that a scheduler may not answer: for 5 minutes and more."""
 MODULE = "lockstep.tools.sweep.trial_start"
 
 
@@ -84,12 +84,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrialProcesses:
-    """Forked from one that has imported what they need, where that can be done."""
+    """Processes of trials, forked from one that has imported what they need, where that is possible."""
 
     server: ForkServer | None
 
     def start(self, folder: Path, trust: Sequence[str]) -> Started:
-        """The launcher of the run in this folder."""
+        """Start the launcher of the run in this folder."""
         log, arguments = folder / "logs" / OUTPUT, (str(folder / LAUNCH), *trust)
         if self.server is not None:
             start = WorkerStart(
@@ -108,7 +108,7 @@ class TrialProcesses:
 
 @contextmanager
 def serving(recipe: Recipe) -> Iterator[TrialProcesses]:
-    """Import what trials like this one need. To be called before this process starts threads."""
+    """Import what trials like this one need. Call it before this process starts threads."""
     launcher = plugins.implementation_name("launch.launchers", recipe.launch.kind)
     modules = (*launch_run.worker_modules(recipe, ()), launcher, MODULE)
     with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
@@ -143,7 +143,7 @@ class TrialJob:
         return run_control.status(self.training.folder)[0]
 
     def look(self) -> SweepTrial | None:
-        """The trial as it ended; None while its job goes on. Raises LaunchError if the scheduler never answers."""
+        """Return the trial as it ended; None while its job runs. Raises LaunchError if the scheduler never answers."""
         training = self.training
         is_over = training.is_decided or self._is_over()
         training.follow(RunReader(training.folder).state())
@@ -166,13 +166,13 @@ class TrialJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """The trials of a sweep: which comes next, and what has come of it, which is written down before others begin."""
+    """Trials of a sweep: chooses the next one, and saves the result of each before others begin."""
 
     plan: PlannedSweep
     console: Console
 
     def next(self, active: Collection[int] = ()) -> SweepTrial | None:
-        """A trial that was interrupted, unless its number is among the active ones, or a new one; None at the end."""
+        """Return an interrupted trial whose number is not among the active ones, or a new one; None at the end."""
         sweep = self.plan.sweep
         for trial in sweep.trials:
             if trial.state == "running" and trial.number not in active:
@@ -193,7 +193,7 @@ class Trials:
         return sweep.trials[-1]
 
     def training(self, trial: SweepTrial) -> tuple[TrialTraining, tuple[str, ...]] | None:
-        """A trial's run, and arguments by which its code may be executed; None where its config is not valid."""
+        """Return a trial's run and the trust arguments of its workers; None where its config is not valid."""
         try:
             recipe, trust = self.plan.recipe(trial)
         except ConfigError as error:  # of a suggestion that follows from results
@@ -211,7 +211,7 @@ class Trials:
 
 
 def _run_trials(trials: Trials) -> None:
-    """One after the other in processes of this machine, or as jobs."""
+    """Run trials one after the other in processes of this machine, or as jobs."""
     plan = trials.plan
     if plan.base.launch.SUBMITS:
         _run_jobs(trials, most=plan.jobs)
@@ -226,7 +226,7 @@ def _run_trials(trials: Trials) -> None:
 
 
 def _run_jobs(trials: Trials, *, most: int) -> None:
-    """Keep at most so many jobs at the scheduler until all trials have ended. Raises LaunchError."""
+    """Keep at most `most` jobs at the scheduler until all trials have ended. Raises LaunchError."""
     jobs: list[TrialJob] = []
     while True:
         while len(jobs) < most and (trial := trials.next([job.training.trial.number for job in jobs])) is not None:
@@ -246,8 +246,8 @@ def _run_jobs(trials: Trials, *, most: int) -> None:
 
 
 def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
-    """The index of the first evaluation that is worse than the median of earlier trials' same one; None for none. A
-    pure function of a trial's evaluations and of earlier trials.
+    """Return the index of the first evaluation that is worse than the median of earlier trials' same one; None for
+    none. A pure function of a trial's evaluations and of earlier trials.
 
     The same one is that of the same number: with another batch it comes after another step.
     """
@@ -271,7 +271,7 @@ def _judge(sweep: Sweep) -> Judge:
 
 @contextmanager
 def _status(sweep: Sweep, trial: SweepTrial, console: Console) -> Iterator[Callable[[RunState], None]]:
-    """Show how far a trial is: on a terminal all the time, elsewhere that it begins."""
+    """Show the progress of a trial on a terminal; elsewhere only its start."""
     title = f"{trial.name} of {sweep.count} · {settings_text(trial.settings)}"
     if not console.is_terminal:
         console.print(f"{title} ...", soft_wrap=True)

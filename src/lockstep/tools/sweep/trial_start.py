@@ -15,7 +15,7 @@ from lockstep.run import recipe as recipes
 
 
 def run(argv: list[str]) -> NoReturn:
-    """PARENT is the id of the process that starts this one, or 0 where it is not known."""
+    """Run the trial and exit. PARENT is the id of the process that starts this one, or 0 where it is not known."""
     parent, config, *trust = argv
     end_with_parent("SIGTERM", int(parent) or None)
     recipe = recipes.load(Path(config))

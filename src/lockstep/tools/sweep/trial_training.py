@@ -1,4 +1,4 @@
-"""Trains one trial of a sweep in processes of its own, follows it, and says what has come of it."""
+"""Trains one trial of a sweep in processes of its own, follows it, and returns its result."""
 
 import re
 import time
@@ -30,15 +30,13 @@ AFTERWORD = re.compile(
     r"rank [0-9]+ \(process [0-9]+\) (failed with an exception|ended with exit code)|The other processes were ended|"
     r"It is not started again|go on with|Go on from"
 )
-"""What a launcher says after the reason of a failure."""
+"""Lines that a launcher prints after the reason of a failure."""
 Judge = Callable[[Sequence[Measured]], int | None]
 """Evaluations of a trial -> the index of the one that ends it early, None for none."""
 
 
 @dataclass(kw_only=True)
 class TrialTraining:
-    """A trial and its run."""
-
     trial: SweepTrial
     recipe: Recipe
     metric: str
@@ -46,7 +44,7 @@ class TrialTraining:
     start: Callable[[Path], Started] | None = None
     """Start the processes of the run in this folder, whose output is appended to logs/output.log; None for a job."""
     output: Callable[[Path], Path] = lambda folder: folder / "logs" / trials.OUTPUT
-    """The run's folder -> the file with what its launcher has said."""
+    """The run's folder -> the file with its launcher's output."""
     total_steps: int = 0
     pruned_at: int | None = None
     """Index of the evaluation that ends it early."""
@@ -72,7 +70,7 @@ class TrialTraining:
         return self._summary().status in DECIDED
 
     def ended(self, code: int) -> SweepTrial:
-        """The trial as its run has ended, with an exit code."""
+        """Return the trial as its run has ended, with an exit code."""
         if self.pruned_at is not None:
             return self._pruned(self.pruned_at)
         return self._failed(code) if code else self._finished()
@@ -97,7 +95,7 @@ class TrialTraining:
         return trials.followed(launcher, poll, grace_seconds=grace)[0]
 
     def _wait_for_earlier_start(self, seconds: float) -> None:
-        """The processes of a sweep that was killed save and end by themselves."""
+        """Wait for the processes of a killed sweep, which save and end by themselves. Raises LaunchError."""
         if not self.folder.is_dir():
             return
         try:
@@ -142,7 +140,7 @@ class TrialTraining:
         return self._ended("finished", value=value, loss=values.get("loss"), digest=summary.digest)
 
     def _values_of_checkpoint(self) -> dict[str, Any]:
-        """The evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
+        """Return the evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
         recipe, checkpoints, _ = run_folder.locate(self.folder)  # whose checkpoint.mode is decided
         manifests = retention.manifests(checkpoints)
         chosen = retention.best(manifests, recipe.checkpoint) or next(iter(manifests), None)

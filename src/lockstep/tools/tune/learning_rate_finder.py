@@ -30,7 +30,7 @@ ENDS = {
 }
 RAW, SMOOTH, SUGGESTED, LOWEST = "#9db4c8", "#1f5f99", "#c0392b", "#2e7d32"
 LEAST_SPAN = 0.05
-"""The y axis covers at least this fraction of the loss: less is rounding."""
+"""Fraction of the loss that the y axis covers at least: less is rounding."""
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -58,7 +58,7 @@ def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Co
 
 
 def base_factor(recipe: Recipe) -> float:
-    """From the rate in use to optim.lr, which the linear rule scales."""
+    """Return the factor from the rate in use to optim.lr, which the linear rule scales."""
     base = recipe.optim.base_batch
     return base / recipe.train.global_batch if base else 1.0
 
@@ -79,7 +79,7 @@ def sweep(recipe: Recipe, rates: tuple[float, ...], report: Callable[[int], None
 
 
 def suggestion(curve: Curve, best: int, factor: float) -> list[str]:
-    """What to take from a curve that falls fastest at step `best`."""
+    """Describe the rate to take from a curve that falls fastest at step `best`."""
     rate, lowest = curve.rates[best], curve.rates[curve.lowest]
     rule = f"optim.lr={rate * factor:.2g}"
     if factor != 1:
@@ -98,7 +98,7 @@ def suggestion(curve: Curve, best: int, factor: float) -> list[str]:
 
 
 def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
-    """Why there is no rate to suggest, and what to do."""
+    """Explain why there is no rate to suggest, and what to do."""
     if not len(curve.losses):
         return (
             "No rate: the loss is NaN or infinite in the first step, before any update. No learning rate mends that: "
@@ -132,7 +132,7 @@ def draw(curve: Curve, picture: Path, recipe: Recipe) -> None:
 
 
 def rates_of(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """The rates of a sweep. Raises ConfigError for options that give none."""
+    """Return the rates of a sweep. Raises ConfigError for options that give none."""
     if not 0 < start < float("inf"):
         raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
     if not start < stop < float("inf"):
@@ -143,10 +143,8 @@ def rates_of(start: float, stop: float, steps: int) -> tuple[float, ...]:
 
 
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
-    """Raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
-
-    `rate` labels the x axis.
-    """
+    """Draw raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
+    `rate` labels the x axis."""
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(9, 5.4)
@@ -172,7 +170,7 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
 
 
 def limits(curve: Curve) -> tuple[float, float]:
-    """The losses to show: those up to the lowest point. What then diverges leaves the frame at the top."""
+    """Return the range of the losses up to the lowest point. A later divergence leaves the frame at the top."""
     end = curve.lowest + 1 if curve.is_readable else len(curve.losses)
     shown = np.concatenate([curve.losses[:end], curve.smoothed[:end]])
     low, high = float(shown.min()), float(shown.max())

@@ -44,12 +44,12 @@ class Smoothing:
 
 
 def has_diverged(loss: float, best: float) -> bool:
-    """Whether a smoothed loss is 4 times the best one; by as much above it where that is negative."""
+    """Return whether a smoothed loss is 4 times the best one; or as much above it where that is negative."""
     return loss > best + (DIVERGED - 1) * abs(best)
 
 
 def rates_between(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """The rates of a sweep, [steps]: each the same factor above the one before."""
+    """Return the rates of a sweep, [steps]: each the same factor above the one before."""
     return tuple(start * (stop / start) ** (number / (steps - 1)) for number in range(steps))
 
 
@@ -73,7 +73,7 @@ class Curve:
 
     @classmethod
     def of(cls, rates: tuple[float, ...], losses: tuple[float, ...]) -> "Curve":
-        """The curve of a sweep: a loss per step, of which the last may not be finite."""
+        """Build the curve of a sweep: a loss per step, of which the last may not be finite."""
         is_finite = not losses or math.isfinite(losses[-1])
         kept = np.array(losses if is_finite else losses[:-1], dtype=np.float64)
         curve = cls(rates=np.array(rates[: len(kept)]), losses=kept, steps=len(rates), end="done")

@@ -21,13 +21,13 @@ from lockstep.tools.tune.trial_work import TrialRequest
 USABLE = 0.8
 """Fraction of the available memory that may be used: the rest is for page cache and for what grows later."""
 MOST_SHARDS = 16
-"""Micro-batches in a step of a trial; what more of them would hold is added as ballast."""
+"""Micro-batches in a step of a trial, at most; the memory of further ones is added as ballast."""
 
 WARNING = """The micro-batch is part of the numeric recipe: another one gives other weights, and a run is not resumed \
 with it.
 Choose it once, before the first run."""
 FASTER = 1.05
-"""Smaller differences in speed are noise."""
+"""Ratio of speeds that counts as a difference: smaller ones are noise."""
 
 TrialVerdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
 STYLES = {"fits": "green", "fails": "yellow"}
@@ -39,7 +39,7 @@ class TrialRow:
     verdict: TrialVerdict
     peak_bytes: int
     samples_per_second: float
-    """Of one process."""
+    """Speed of one process."""
     why: str = ""
 
 
@@ -64,7 +64,7 @@ def table(rows: list[TrialRow], global_batch: int) -> Table:
 
 
 def recommended(rows: list[TrialRow], *, global_batch: int, processes: int) -> int:
-    """The fastest that fits; of about equally fast ones the largest that divides G.
+    """Return the fastest that fits; of about equally fast ones the largest that divides G.
 
     A step has to have work for every process, if any size allows that.
     """
@@ -77,7 +77,7 @@ def recommended(rows: list[TrialRow], *, global_batch: int, processes: int) -> i
 
 
 def reasons(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
-    """Why `m` is recommended, and what else follows from the table."""
+    """Explain why `m` is recommended, and what else follows from the table."""
     fitting = {row.m: row for row in rows if row.verdict == "fits"}
     biggest, shards = max(fitting), shards_of(global_batch, m)
     factor = fitting[m].samples_per_second / fitting[biggest].samples_per_second
@@ -102,12 +102,12 @@ def reasons(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     processes: int
-    """W, of the run on this machine."""
+    """W of the run on this machine."""
     on_gpu: bool
     bytes: int | None
-    """None: as much as the GPU has."""
+    """Limit of memory; None: as much as the GPU has."""
     origin: str
-    """Where the number comes from."""
+    """Source of the limit, as text."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +120,7 @@ class Finder:
     rows: dict[int, TrialRow] = field(default_factory=dict)
 
     def fits(self, m: int) -> bool:
-        """Whether steps with this micro-batch stay within the budget.
+        """Return whether steps with this micro-batch stay within the budget.
 
         Raises ConfigError where not even the model fits, TrialFailed where the model or the data fails for another
         reason; not for m = 1, which BatchNorm refuses.
@@ -162,7 +162,7 @@ class Finder:
         return "fits" if is_within else "over the budget"
 
     def _request(self, m: int) -> TrialRequest:
-        """A step of as many micro-batches as one of W processes has, at most MOST_SHARDS, and what that leaves out.
+        """Request a step of the micro-batches of one of W processes, at most MOST_SHARDS, and ballast for further ones.
 
         A process that has done n micro-batches holds up to floor(log2(n)) + 1 partial sums of gradients.
         """
@@ -180,7 +180,7 @@ class Finder:
         )
 
     def remedy(self, row: TrialRow) -> str:
-        """What happened to a micro-batch that did not fit, and what to do."""
+        """Explain why a micro-batch did not fit, and what to do."""
         budget = self.budget
         limit = f"{budget.bytes / GB:.2f} GB, {budget.origin}" if budget.bytes is not None else budget.origin
         fewer = "fewer processes (launch.processes), " if budget.processes > 1 else ""
@@ -192,7 +192,7 @@ class Finder:
 
 
 def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budget:
-    """Memory for one process: as requested, else the whole GPU, or its share of what is usable on this machine."""
+    """Return the memory for one process: as requested, else the whole GPU, or its share of what is usable here."""
     processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.global_batch)
     if memory_gb is not None:
         return Budget(processes=processes, on_gpu=on_gpu, bytes=int(memory_gb * GB), origin="--memory")
@@ -204,10 +204,7 @@ def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budge
 
 
 def tried(finder: Finder, sizes: list[int]) -> list[TrialRow]:
-    """Search for the largest that fits, and the largest of those that divide G; the rows of all trials.
-
-    Raises ConfigError where none fits.
-    """
+    """Try sizes to find the largest that fits, and the largest that also divides G -> rows. Raises ConfigError."""
     best = largest(sizes, finder.fits)
     if best is None:
         row = next(row for row in finder.rows.values() if row.verdict != "fails")
@@ -239,14 +236,14 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
 
 
 def candidates(global_batch: int, samples: int) -> list[int]:
-    """Divisors of G and powers of two, ascending, up to what a step can fill."""
+    """Return divisors of G and powers of two, ascending, up to the number of samples that a step can have."""
     limit = min(global_batch, samples)
     powers = {1 << bit for bit in range(limit.bit_length())}
     return sorted(powers | {m for m in range(1, limit + 1) if global_batch % m == 0})
 
 
 def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest size that fits, by doubling up to the first that does not, then bisection; None if none fits.
+    """Find the largest size that fits, by doubling up to the first that does not, then bisection; None if none fits.
 
     As long as none fits, larger ones are still tried: they keep fewer partial sums of gradients, and BatchNorm refuses
     single samples.

@@ -29,10 +29,10 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torchmetrics.classification",
 ]
-"""What every trial imports."""
+"""Modules that every trial imports."""
 
 POLL_SECONDS = 0.02
-"""A process touches fresh memory at some GB per second: between two polls it can get 0.1 GB further."""
+"""Time between polls: a process touches fresh memory at some GB per second, and can get 0.1 GB further meanwhile."""
 MEMORY_SIGNALS = {-getattr(signal, name): name for name in ("SIGKILL", "SIGBUS", "SIGABRT") if hasattr(signal, name)}
 """Exit code -> signal by which a process may end when there is no memory left."""
 
@@ -100,7 +100,7 @@ def run(
 
 
 def received(results: Connection) -> dict[str, Any]:
-    """The fields that have arrived."""
+    """Return the fields that have arrived."""
     fields: dict[str, Any] = {}
     with suppress(EOFError, OSError):
         while results.poll():
@@ -109,6 +109,6 @@ def received(results: Connection) -> dict[str, Any]:
 
 
 def alone(recipe: Recipe, *, data: dict[str, Any], train: dict[str, Any]) -> Recipe:
-    """The user's recipe on one process, with some settings changed."""
+    """Return the user's recipe on one process, with some settings changed."""
     sections = {"data": data, "train": {"epochs": None, "stop_metric": None, **train}, "checkpoint": {"best": None}}
     return varied(recipe, sections, parallel=strategy("single"))

@@ -1,4 +1,4 @@
-"""What the process of a trial does: measure a few real optimizer steps of a recipe, or sweep the learning rate."""
+"""The work of a trial's process: measure a few real optimizer steps of a recipe, or sweep the learning rate."""
 
 import os
 import sys
@@ -30,23 +30,23 @@ from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
 from lockstep.training.step import step
 
 TIMED_SECONDS, TIMED_STEPS = 2.0, 3
-"""Steps are timed for at least this long, and at least so many, after one that fills caches and allocators."""
+"""Minimum time and number of timed steps, after one that fills caches and allocators."""
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc", "could not create a primitive")
-"""In messages of torch and its libraries that run out of memory without raising an error type of its own."""
+"""Texts in messages of torch and its libraries that run out of memory without raising a separate error type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Measure a few steps of a recipe or, with `rates`, sweep the learning rate."""
+    """Request to measure a few steps of a recipe or, with `rates`, to sweep the learning rate."""
 
     recipe: Recipe
-    """For one process."""
+    """Recipe for one process."""
     rates: tuple[float, ...] = ()
     """The learning rate of each step."""
     processes: int = 1
     """Processes of the run: they share a checkpoint's copy of the state."""
     copies: int = 0
-    """How many more copies of the gradients the run holds than these steps do."""
+    """Number of copies of the gradients that the run holds beyond those of these steps."""
     device_bytes: int | None = None
     """Limit of GPU memory; None: all of it."""
     trust: tuple[str, ...] = field(default_factory=trust.arguments)
@@ -54,18 +54,18 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """Sent field by field as they become known, so that a process that is killed has sent the first ones."""
+    """Result, sent field by field as they become known, so that a process that is killed has sent the first ones."""
 
     began: bool = False
-    """The data is open, the model and its optimizer are built: what follows depends on the micro-batch."""
+    """Whether the data is open, the model and its optimizer are built: what follows depends on the micro-batch."""
     out_of_memory: bool = False
     peak_bytes: int = 0
-    """Of the device: the process's own memory on a CPU, that of tensors on a GPU."""
+    """Peak memory of the device: the process's own memory on a CPU, that of tensors on a GPU."""
     samples_per_second: float = 0.0
     steps: int = 0
-    """Of a sweep, how many are done."""
+    """Number of steps of a sweep that are done."""
     losses: tuple[float, ...] = ()
-    """Of a sweep, a loss per step until it ended; the last may not be finite."""
+    """Loss per step of a sweep until it ended; the last may not be finite."""
 
 
 def work(request: TrialRequest, results: Connection, log: str) -> NoReturn:
@@ -134,8 +134,8 @@ def measure(components: Components, request: TrialRequest) -> dict[str, Any]:
 
 
 def allocate_ballast(components: Components, request: TrialRequest) -> Tensor:
-    """As much memory as a run holds beyond these few steps, uint8 [bytes]: more partial sums of gradients, buckets, and
-    on the CPU this process's share of the copy that a checkpoint is written from."""
+    """Allocate what a run holds beyond these few steps, uint8 [bytes]: more partial sums of gradients, buckets, and on
+    the CPU this process's share of the copy that a checkpoint is written from."""
     gradients = sum(p.nbytes for p in components.state.module.parameters() if p.requires_grad)
     on_cpu = components.device.type == "cpu"
     state = sum(tensor.nbytes for tensor in components.state.tensors().values()) if on_cpu else 0
@@ -144,7 +144,7 @@ def allocate_ballast(components: Components, request: TrialRequest) -> Tensor:
 
 
 def longest(components: Components) -> Components:
-    """The same for one step of the longest samples, which needs most memory; unchanged where all are equally long."""
+    """Return components for one step of the longest samples, which needs most memory; unchanged for equal lengths."""
     if components.data.train.lengths is None:
         return components
     rows = np.argsort(components.data.train.lengths, kind="stable")[-components.order.global_batch :]
@@ -161,7 +161,7 @@ def synchronize(components: Components) -> None:
 def sweep(
     components: Components, rates: tuple[float, ...], send: Callable[[dict[str, Any]], None]
 ) -> tuple[float, ...]:
-    """A step at each rate -> the loss before each; ends where it is not finite or diverges."""
+    """Train a step at each rate -> the loss before each; end where it is not finite or diverges."""
     components.state.rate = lambda number: rates[number]
     losses: list[float] = []
     smoothing = Smoothing(len(rates))

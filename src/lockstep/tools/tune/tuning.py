@@ -18,15 +18,15 @@ from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     micro_batch: bool
-    """Find the micro-batch."""
+    """Whether to find the micro-batch."""
     rate: bool
-    """Find a learning rate."""
+    """Whether to find a learning rate."""
     memory_gb: float | None
     """Limit of one process; None: what the machine allows."""
     start: float
     """The first rate of the sweep, after the linear rule."""
     stop: float
-    """The last one."""
+    """The last rate of the sweep."""
     steps: int
     picture: Path
     """File of the curve, an SVG."""
@@ -50,7 +50,7 @@ def tune(recipe: Recipe, options: TuneOptions, *, console: Console) -> int:
 def search(
     recipe: Recipe, options: TuneOptions, rates: tuple[float, ...], *, console: Console
 ) -> dict[str, dict[str, float]]:
-    """Section -> setting -> value. The learning rate is searched with the micro-batch found before."""
+    """Search -> section -> setting -> value. The learning rate is searched with the micro-batch found before."""
     samples = len(prepared(recipe).train)
     settings: dict[str, dict[str, float]] = {}
     if options.micro_batch:
@@ -69,7 +69,7 @@ def search(
 
 
 def checked(options: TuneOptions) -> tuple[float, ...]:
-    """The rates of the sweep. Raises ConfigError for options that make no sense."""
+    """Return the rates of the sweep. Raises ConfigError for options that make no sense."""
     if not (options.micro_batch or options.rate):
         raise ConfigError("say what to look for: --micro-batch, --lr, or both")
     if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
