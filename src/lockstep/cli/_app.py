@@ -46,11 +46,11 @@ class Commands(TyperGroup):
         if cmd_name not in known:
             complaint = f"No such command {cmd_name!r}{nearest(cmd_name, known) or '.'}"
             return None if ctx.resilient_parsing else ctx.fail(complaint)
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = plugins.find(FAMILY, cmd_name).command
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # else the help keeps our line breaks
-        alone.command(cmd_name, help=text)(function)
-        return typer.main.get_command(alone)
+        single.command(cmd_name, help=text)(function)
+        return typer.main.get_command(single)
 
 
 app = typer.Typer(

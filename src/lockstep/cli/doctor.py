@@ -39,7 +39,7 @@ def command(
         check_writable("--json", json)
     recipe = recipes.starter("digits") if path is None else load_trusted(path, overrides, trusts=trust_code)
     node = node_address(recipe, rendezvous, node_rank)
-    if node is None and not quick and (elsewhere := _on_nodes(recipe)):
+    if node is None and not quick and (elsewhere := _scheduler_command(recipe)):
         console.print("waiting for Slurm to run it on the machines of a run ...", style="dim")
         return subprocess.run(elsewhere, check=False).returncode
     from lockstep.tools.doctor import examination
@@ -54,7 +54,7 @@ def command(
     return int(any(finding.severity == "error" for finding in found))
 
 
-def _on_nodes(recipe: "Recipe") -> tuple[str, ...]:
+def _scheduler_command(recipe: "Recipe") -> tuple[str, ...]:
     """Return the command that starts this one on each machine, where the launcher can do that."""
     from lockstep.base import plugins
 

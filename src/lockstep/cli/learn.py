@@ -25,7 +25,7 @@ def command(
     """
     lessons = {int(file.name[:2]): file for file in sorted(shipped_folder("lessons").glob("[0-9][0-9]_*.py"))}
     if number is None:
-        _list(lessons)
+        _print_lessons(lessons)
         return 0
     if number not in lessons:
         raise ConfigError(f"there is no lesson {number}: there are {', '.join(map(str, lessons))}")
@@ -41,7 +41,7 @@ def command(
     return subprocess.run([sys.executable, file], check=False).returncode
 
 
-def _list(lessons: dict[int, Path]) -> None:
+def _print_lessons(lessons: dict[int, Path]) -> None:
     table = Table("lesson", "what it shows", "file")
     for number, file in lessons.items():
         about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

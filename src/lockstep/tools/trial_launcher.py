@@ -22,8 +22,8 @@ def main(argv: list[str]) -> int:
     environment.set_threads(recipe.run.threads)
     from lockstep.launch import launch_run  # noqa: PLC0415 (imports torch)
 
-    alone = recipe.launch.model_copy(update={"processes": 1})  # which is allowed on any machine
-    launcher = launch_run.build_launcher(recipe.model_copy(update={"launch": alone}))
+    launch = recipe.launch.model_copy(update={"processes": 1})  # which is allowed on any machine
+    launcher = launch_run.build_launcher(recipe.model_copy(update={"launch": launch}))
     arguments = ("--task", task, "--request", request, *allowed)
     with launch_run.using_devices(recipe):
         plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))

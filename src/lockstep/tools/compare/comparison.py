@@ -100,7 +100,7 @@ def sort_key(name: str) -> tuple[int, str]:
 def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
     """Return the number of tensors of two verified checkpoints, and those that differ, sorted."""
     a, b = contents(one), contents(other)
-    alone = [
+    one_sided = [
         TensorDifference(name=name, elements=t.numel(), size=t.numel(), kind=f"only in {side}")
         for side, mine, its in (("A", a, b), ("B", b, a))
         for name, t in mine.items()
@@ -109,7 +109,7 @@ def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
     shared = [
         difference(name, *pair) for names in _portions(a, b) for name, *pair in _read(names, (one, a), (other, b))
     ]
-    differing = [*alone, *(each for each in shared if each is not None)]
+    differing = [*one_sided, *(each for each in shared if each is not None)]
     return len({*a, *b}), sorted(differing, key=lambda each: sort_key(each.name))
 
 
@@ -162,9 +162,9 @@ def compare(path: Path, other: Path) -> Comparison:
     pair = _pair(a, b, notes)
     number, tensors = differences(a.checkpoints[pair], b.checkpoints[pair]) if pair else (0, [])
     lines = [f"A: {a.name}, {_steps(a)}", f"B: {b.name}, {_steps(b)}"]
-    ends = _ends(a, b)
+    ends = _different_ends(a, b)
     if first is None and not tensors and not ends:
-        lines += [_equal(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
+        lines += [_equal_line(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
     else:
         lines += [*(_first_difference(a, b, common=common, first=first) if first or tensors else ()), *ends]
         if pair:
@@ -189,7 +189,7 @@ def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
     return [name for name in _shared(a, b, step) if a.facts[step][name] != b.facts[step][name]]
 
 
-def _ends(a: Evidence, b: Evidence) -> list[str]:
+def _different_ends(a: Evidence, b: Evidence) -> list[str]:
     """Return a line if one run was stopped early and the other was not; none if the other has not got that far."""
     for name, side, other_name, other in (("A", a, "B", b), ("B", b, "A", a)):
         if side.end != EARLY or (other.end == EARLY and other.last == side.last):
@@ -213,7 +213,7 @@ def _pair(a: Evidence, b: Evidence, notes: list[str]) -> int | None:
     return None
 
 
-def _equal(a: Evidence, b: Evidence, last: int) -> str:
+def _equal_line(a: Evidence, b: Evidence, last: int) -> str:
     known = [f"{name} {a.facts[last][name][:16]}" for name in ("chain", "digest") if name in _shared(a, b, last)]
     what = " · ".join([f"{last:,} steps", *known])
     if a.last == b.last == last:

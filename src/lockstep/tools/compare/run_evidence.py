@@ -55,12 +55,12 @@ def evidence(path: Path) -> Evidence:
             "runs/NAME, checkpoints such as runs/NAME/checkpoints/step-000000100)"
         )
     try:
-        return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
+        return _checkpoint_evidence(path, folder) if is_checkpoint else _run_evidence(path, folder)
     except (ConfigError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _of_checkpoint(path: Path, folder: Path) -> Evidence:
+def _checkpoint_evidence(path: Path, folder: Path) -> Evidence:
     manifest = layout.read_manifest(folder)
     return Evidence(
         name=str(path),
@@ -68,13 +68,13 @@ def _of_checkpoint(path: Path, folder: Path) -> Evidence:
         checkpoints={manifest.step: folder},
         numeric=manifest.numeric,
         settings=_settings(folder.parents[1]),
-        notes=_drifted(path, manifest.progress.get("drift", [])),
+        notes=_drift_notes(path, manifest.progress.get("drift", [])),
     )
 
 
-def _of_run(path: Path, folder: Path) -> Evidence:
+def _run_evidence(path: Path, folder: Path) -> Evidence:
     manifests, notes = {}, list[str]()
-    facts = _logged(folder / run_files.METRICS, notes)
+    facts = _read_metrics(folder / run_files.METRICS, notes)
     for checkpoint in layout.listed(folder / "checkpoints"):
         try:
             manifests[checkpoint] = layout.read_manifest(checkpoint)
@@ -92,7 +92,7 @@ def _of_run(path: Path, folder: Path) -> Evidence:
     if summary.status:  # empty while a run goes on, and after a kill
         numeric, drift = summary.numeric_recipe or numeric, [each.model_dump() for each in summary.drift] or drift
         if summary.status != "failed":  # a failed run's chain lacks what it had not read yet
-            known = summary.model_dump(include={"chain", *DIGESTS}, exclude_none=True) | _evaluated(summary.evaluation)
+            known = summary.model_dump(include={"chain", *DIGESTS}, exclude_none=True) | _quantities(summary.evaluation)
             facts[summary.steps or 0] = known | facts.get(summary.steps or 0, {})
             end = summary.status if summary.status in DECIDED else None
     return Evidence(
@@ -101,17 +101,17 @@ def _of_run(path: Path, folder: Path) -> Evidence:
         checkpoints={manifest.step: checkpoint for checkpoint, manifest in manifests.items()},
         numeric=numeric,
         settings=_settings(folder),
-        notes=notes + _drifted(path, drift),
+        notes=notes + _drift_notes(path, drift),
         end=end,
     )
 
 
 def _facts(manifest: layout.Manifest) -> dict[str, Any]:
     chain = manifest.progress.get("chain")
-    return {"digest": manifest.digest, **({"chain": chain} if chain else {}), **_evaluated(manifest.metrics)}
+    return {"digest": manifest.digest, **({"chain": chain} if chain else {}), **_quantities(manifest.metrics)}
 
 
-def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
+def _quantities(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the quantities of an evaluation; non-finite ones are None, as in metrics.jsonl."""
     return {
         f"{EVALUATION}{name}": None if isinstance(value, float) and not math.isfinite(value) else value
@@ -119,13 +119,13 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logged(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+def _read_metrics(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """Read the logged quantities -> step -> quantity -> value."""
     found: dict[int, dict[str, Any]] = {}
     for line in Lines(file, METRIC, notes):
         known = found.setdefault(line.step, {})
         if line.kind == "evaluation":
-            known |= _evaluated(line.values)
+            known |= _quantities(line.values)
             continue
         known |= {name: line.values[name] for name in LOGGED if name in line.values}
         if line.chain is not None:
@@ -139,7 +139,7 @@ def _settings(run: Path) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in NAMES}
 
 
-def _drifted(path: Path, drift: list[dict[str, Any]]) -> list[str]:
+def _drift_notes(path: Path, drift: list[dict[str, Any]]) -> list[str]:
     return [
         f"{path} was resumed after step {each['step']} with another {each['field']}: "
         f"{each['before']!r} before, {each['now']!r} since"

@@ -37,14 +37,14 @@ def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Dia
             continue
         console.print(f"checking {name.replace('_', ' ')} ...", style="dim")
         if check.SCOPE == "machine":
-            case.of_this_machine += _checked(check, case)
+            case.of_this_machine += _run_check(check, case)
         else:
-            found += _checked(check, case)
+            found += _run_check(check, case)
     found += case.of_this_machine
     return sorted(found, key=lambda finding: (ORDER[finding.severity], finding.code, finding.host))
 
 
-def _checked(check: Check, case: Case) -> list[Diagnosis]:
+def _run_check(check: Check, case: Case) -> list[Diagnosis]:
     try:
         return list(check.check(case))
     except NotExamined:

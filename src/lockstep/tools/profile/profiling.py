@@ -129,8 +129,8 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
     if min(rank.phases["data"] for rank in ranks) > MUCH * whole:  # on every rank, on some perhaps longer
         return f"{share['data']:.0%} of a step is {ADVICE['data']}."
     computing = statistics.mean(map(utilization, ranks)) / max(share["forward"] + share["backward"], 1e-9)
-    if (rank := _waited_for(ranks)) is not None:
-        return _about_slow(rank, ranks, is_equal=is_equal)
+    if (rank := _slow_rank(ranks)) is not None:
+        return _slow_rank_advice(rank, ranks, is_equal=is_equal)
     if (most := max(ADVICE, key=share.__getitem__)) and share[most] > MUCH:
         return f"{share[most]:.0%} of a step is {ADVICE[most]}."
     if computing < LITTLE_COMPUTING:
@@ -141,30 +141,30 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
     return "The time is in the model's own products: bf16 where the processor has it, or more processes."
 
 
-def _waited_for(ranks: Sequence[RankProfile]) -> RankProfile | None:
+def _slow_rank(ranks: Sequence[RankProfile]) -> RankProfile | None:
     """Find the rank that is slower per micro-batch than the others and keeps them waiting, if one does."""
     if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
         return None
     each = [busy(rank) / rank.micro_batches for rank in ranks]
     place = max(range(len(ranks)), key=each.__getitem__)
     usual = statistics.median(each[:place] + each[place + 1 :])
-    is_slow = each[place] > SLOW * usual and _wait_for(ranks[place], ranks) > WAITS * ranks[place].step_seconds
+    is_slow = each[place] > SLOW * usual and _wait_seconds(ranks[place], ranks) > WAITS * ranks[place].step_seconds
     return ranks[place] if is_slow else None
 
 
-def _wait_for(rank: RankProfile, ranks: Sequence[RankProfile]) -> float:
+def _wait_seconds(rank: RankProfile, ranks: Sequence[RankProfile]) -> float:
     """Return the seconds of a step for which the others wait longer than this rank."""
     return statistics.median(each.phases["exchange"] for each in ranks if each is not rank) - rank.phases["exchange"]
 
 
-def _about_slow(rank: RankProfile, ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
+def _slow_rank_advice(rank: RankProfile, ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
     others = [other for other in ranks if other is not rank]
     more = {name: rank.phases[name] - statistics.median(other.phases[name] for other in others) for name in BUSY}
     where = max(more, key=more.__getitem__)
-    text = f"Rank {rank.rank} keeps the others waiting, {1000 * _wait_for(rank, ranks):.1f} ms in each step: "
+    text = f"Rank {rank.rank} keeps the others waiting, {1000 * _wait_seconds(rank, ranks):.1f} ms in each step: "
     if where == "data":
         return f"{text}it waits for its data; raise data.workers, or look at its disk."
-    if is_equal and rank.delayed_seconds > DELAYED * _wait_for(rank, ranks):
+    if is_equal and rank.delayed_seconds > DELAYED * _wait_seconds(rank, ranks):
         return f"{text}other processes have its core for {1000 * rank.delayed_seconds:.1f} ms of a step."
     change = "look at its processor, heat and memory" if is_equal else "parallel.cut can move blocks to other stages"
     return f"{text}it takes {1000 * more[where]:.1f} ms longer in {UNITS[where]}; {change}."
@@ -188,20 +188,20 @@ def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> lis
     except OSError as error:
         raise ConfigError(f"--to {options.to}: cannot be written ({error.strerror}); name another folder") from None
     prepared(recipe)
-    say = timed_lines(console)
-    say(f"starting {processes_text(processes)} ...")
-    ranks = _measured(recipe, options, processes=processes, say=say)
-    said = advice(ranks, is_equal=recipe.parallel.HAS_EQUAL_WORK)
-    facts = {"advice": said, "traced_steps": options.traced, "ranks": [each.model_dump() for each in ranks]}
+    report = timed_lines(console)
+    report(f"starting {processes_text(processes)} ...")
+    ranks = _run_steps(recipe, options, processes=processes, report=report)
+    sentence = advice(ranks, is_equal=recipe.parallel.HAS_EQUAL_WORK)
+    facts = {"advice": sentence, "traced_steps": options.traced, "ranks": [each.model_dump() for each in ranks]}
     storage.write(options.to / FACTS, json.dumps(facts, indent=1))
     print_profile(ranks, console, traced=options.traced)
     text = f"traces, for https://ui.perfetto.dev or TensorBoard: {trace_file(options.to, 0)}"
-    console.print(f"\n{said}\n\n{text}{' and so on' if processes > 1 else ''}", soft_wrap=True)
+    console.print(f"\n{sentence}\n\n{text}{' and so on' if processes > 1 else ''}", soft_wrap=True)
     return ranks
 
 
-def _measured(
-    recipe: Recipe, options: ProfileOptions, *, processes: int, say: Callable[[str], None]
+def _run_steps(
+    recipe: Recipe, options: ProfileOptions, *, processes: int, report: Callable[[str], None]
 ) -> list[RankProfile]:
     """Run the steps in a temporary folder, and report their stages. Raises TrialFailed."""
     steps = WARM_UP + options.steps + COUNTED + options.traced + LAST
@@ -213,7 +213,7 @@ def _measured(
         request = ProfileRequest(
             facts=Path(made), traces=options.to.absolute(), warm_up=WARM_UP, steps=options.steps, traced=options.traced
         )
-        stages = _stages(Path(made) / STAGE, say)
+        stages = _stage_poll(Path(made) / STAGE, report)
         trial = trials.run(varied, Path(made), task="profile", request=request, processes=processes, poll=stages)
         if trial.code:
             raise TrialFailed(trial.output, trial.code)
@@ -221,7 +221,7 @@ def _measured(
         return [RankProfile.model_validate_json(file.read_bytes()) for file in files]
 
 
-def _stages(file: Path, say: Callable[[str], None]) -> Callable[[], None]:
+def _stage_poll(file: Path, report: Callable[[str], None]) -> Callable[[], None]:
     """Return a function that reports the file's line where it has changed since the last call."""
     before = ""
 
@@ -230,6 +230,6 @@ def _stages(file: Path, say: Callable[[str], None]) -> Callable[[], None]:
         with suppress(FileNotFoundError):
             if (text := file.read_text(encoding="utf-8")) != before:
                 before = text
-                say(f"{text} ...")
+                report(f"{text} ...")
 
     return look

@@ -72,34 +72,34 @@ def first_difference(one: RunTrace, other: RunTrace) -> TraceDifference | None:
     """Find the first step, shard and module, in the order of the run, at which two traces differ."""
     for number in sorted(one.steps.keys() | other.steps.keys()):
         a, b = one.steps.get(number, StepTrace()), other.steps.get(number, StepTrace())
-        if name := _unequal(a.weights, b.weights):
+        if name := _first_unequal(a.weights, b.weights):
             return TraceDifference(kind="weights", step=number, name=name)
         for shard in sorted(a.shards.keys() | b.shards.keys()):
-            if difference := _in_shard(a.shards.get(shard, []), b.shards.get(shard, [])):
+            if difference := _shard_difference(a.shards.get(shard, []), b.shards.get(shard, [])):
                 kind, name = difference
                 return TraceDifference(kind=kind, step=number, name=name, shard=shard)
-        if name := _unequal(a.sum, b.sum):
+        if name := _first_unequal(a.sum, b.sum):
             return TraceDifference(kind="sum", step=number, name=name)
     return None
 
 
-def _unequal(a: dict[str, str], b: dict[str, str]) -> str | None:
+def _first_unequal(a: dict[str, str], b: dict[str, str]) -> str | None:
     return next((name for name in [*a, *b] if a.get(name) != b.get(name)), None)
 
 
-def _in_shard(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
+def _shard_difference(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
     batches = [[line for line in lines if line["kind"] == "batch"] for lines in (a, b)]
     if batches[0] != batches[1]:
         columns = [line["columns"] for lines in batches for line in lines[:1]]
-        return "batch", (_unequal(*columns) if len(columns) == 2 else None) or "the samples"
-    if difference := _in_calls(*([line for line in lines if line["kind"] == "call"] for lines in (a, b))):
+        return "batch", (_first_unequal(*columns) if len(columns) == 2 else None) or "the samples"
+    if difference := _call_difference(*([line for line in lines if line["kind"] == "call"] for lines in (a, b))):
         return difference
     gradients = [{line["name"]: line["hash"] for line in lines if line["kind"] == "gradient"} for lines in (a, b)]
-    name = _unequal(*gradients)
+    name = _first_unequal(*gradients)
     return ("gradient", name) if name else None
 
 
-def _in_calls(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
+def _call_difference(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
     """Find the first call with equal inputs and other outputs: a module whose inputs differ only passes a difference
     on. Calls come in the order in which they end, so an inner module comes before the one around it."""
     for one, other in zip(a, b, strict=False):

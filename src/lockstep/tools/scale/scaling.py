@@ -142,7 +142,7 @@ def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[Sc
         for number in range(options.rounds):
             for size in options.world_sizes if number % 2 == 0 else reversed(options.world_sizes):
                 report(f"round {number + 1}: {processes_text(size)} ...")
-                seen[size].append(_measured(recipe, options, size=size, folder=Path(made) / f"{number}-{size}"))
+                seen[size].append(_measure(recipe, options, size=size, folder=Path(made) / f"{number}-{size}"))
     rows = rows_of(recipe, options, seen)
     print_scaling(rows, console, notes=_notes(recipe, options))
     if options.json is not None:
@@ -195,7 +195,7 @@ def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
     return of_smallest * size // min(options.world_sizes) if options.is_weak else of_smallest
 
 
-def _measured(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> ScaleRun:
+def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> ScaleRun:
     """Train on some processes, without evaluations and saves before the end."""
     folder.mkdir()
     sections = trials.without_interruptions(recipe, folder / "run", steps=WARM_UP + options.steps)

@@ -61,7 +61,7 @@ def parse(words: Sequence[str]) -> tuple[list[SweptKey], list[str]]:
         if equals and key in seen:
             raise ConfigError(f"{key} is given twice: list all its values in one word, {key}=V1,V2")
         seen.add(key)
-        values = _listed(text, key)
+        values = _parse_values(text, key)
         if equals and (match := RANGE.fullmatch(text)):
             swept.append(_range(key, match[1], match[2]))
         elif equals and len(values) > 1:
@@ -74,7 +74,7 @@ def parse(words: Sequence[str]) -> tuple[list[SweptKey], list[str]]:
     return swept, shared
 
 
-def _listed(text: str, key: str) -> list[Any]:
+def _parse_values(text: str, key: str) -> list[Any]:
     """Return the different values of a list; a text that is no list of YAML values counts as one."""
     listed = scalar_or_text(f"[{text}]", tuple(key.split(".")))
     values = listed if isinstance(listed, list) else [text]

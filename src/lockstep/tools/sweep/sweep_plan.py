@@ -51,17 +51,17 @@ class PlannedSweep:
     def recipe(self, trial: SweepTrial) -> tuple[Recipe, tuple[str, ...]]:
         """Return a trial's config and the trust arguments of its workers. Raises ConfigError, UntrustedCode."""
         place = {"run.dir": str(self.folder), "run.name": trial.name}
-        recipe = self._loaded({**trial.settings, **place})
+        recipe = self._load({**trial.settings, **place})
         return recipe, recipe_trust.authorize(recipe, self.source, trusts=self.trusts_code)
 
-    def _loaded(self, settings: dict[str, Any]) -> Recipe:
+    def _load(self, settings: dict[str, Any]) -> Recipe:
         with chdir(self.sweep.working_folder):
             return recipes.load(self.config, [*self.sweep.shared, *overrides(settings)])
 
     @property
     def base(self) -> Recipe:
         """Recipe with the settings that trials share."""
-        return self._loaded({})
+        return self._load({})
 
     def expected(self) -> list[dict[str, Any]]:
         """List the settings of all trials; for optuna, which suggests from results, some with every limit of a key."""
@@ -76,7 +76,7 @@ class PlannedSweep:
 
 def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
     """Start a sweep, or go on with one, and save its plan. Raises UserError before any trial starts."""
-    plan = _of_folder(path, words, options) if path.is_dir() else _of_config(path, words, options)
+    plan = _plan_from_folder(path, words, options) if path.is_dir() else _plan_from_config(path, words, options)
     if plan.sweep.search == "optuna":
         plugins.require("sweep", "optuna", what="--search optuna")
     _check_recipes(plan)
@@ -94,7 +94,7 @@ def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep
     return replace(plan, config=plan.folder / CONFIG)
 
 
-def _of_folder(folder: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
+def _plan_from_folder(folder: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
     if not (folder / SWEEP).is_file():
         raise ConfigError(f"{folder} is no sweep: {absence(folder, f'there is no {SWEEP} in it')}; name a config")
     given = {"--search": options.search, "--metric": options.metric, "--prune": options.prune, "--name": options.name}
@@ -109,7 +109,7 @@ def _of_folder(folder: Path, words: list[str], options: SweepOptions) -> Planned
     return PlannedSweep(sweep=sweep, folder=own, source=config, config=config, trusts_code=options.trusts_code)
 
 
-def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
+def _plan_from_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
     swept, shared = parse(words)
     recipe = recipes.load(path, shared)
     if not swept:
@@ -132,27 +132,27 @@ def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSw
     )
     plan = PlannedSweep(sweep=sweep, folder=named.folder, source=path, config=path, trusts_code=options.trusts_code)
     if (plan.folder / SWEEP).is_file():
-        return _continued(plan, recipe)
+        return _continue_sweep(plan, recipe)
     if any((plan.folder / name).exists() for name in ("recipe.yaml", "launch.yaml")):
         raise ConfigError(f"{plan.folder} is a run, not a sweep: choose another --name")
     return plan
 
 
-def _count(search: Search, asked: int | None, default: int) -> int:
-    if asked is None:
+def _count(search: Search, requested: int | None, default: int) -> int:
+    if requested is None:
         return default
     if search == "grid":
         raise ConfigError("--trials belongs to --search random or optuna: a grid tries every combination")
-    if not 1 <= asked <= MOST_TRIALS:
-        raise ConfigError(f"--trials {asked}: give a number from 1 to {MOST_TRIALS:,}")
-    return asked
+    if not 1 <= requested <= MOST_TRIALS:
+        raise ConfigError(f"--trials {requested}: give a number from 1 to {MOST_TRIALS:,}")
+    return requested
 
 
-def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
+def _continue_sweep(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
     """Take over the trials of the sweep in the folder, if it is the same one; it may get more. Raises ConfigError."""
     stored, sweep = sweep_state.load(plan.folder), plan.sweep
-    other = next((f"{a} instead of {b}" for a, b in zip(_said(sweep), _said(stored), strict=False) if a != b), None)
-    if other is None and _learned(recipe) != _learned(recipes.load(plan.folder / CONFIG, stored.shared)):
+    other = next((f"{a} instead of {b}" for a, b in zip(_flags(sweep), _flags(stored), strict=False) if a != b), None)
+    if other is None and _trial_settings(recipe) != _trial_settings(recipes.load(plan.folder / CONFIG, stored.shared)):
         other = "its config has changed"
     if other is not None or len(sweep.keys) != len(stored.keys):
         raise ConfigError(
@@ -163,24 +163,24 @@ def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
     return plan
 
 
-def _said(sweep: Sweep) -> Iterator[str]:
-    """Yield the options that identify a sweep."""
+def _flags(sweep: Sweep) -> Iterator[str]:
+    """Yield the flags and keys that identify a sweep."""
     yield f"--search {sweep.search}"
     yield f"--metric {sweep.metric}"
     yield f"--prune {sweep.prune}"
     yield from map(str, sweep.keys)
 
 
-def _learned(recipe: Recipe) -> dict[str, Any]:
+def _trial_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that trials share, without those of the machine and the names of runs."""
     sections = recipe.model_dump(mode="json", exclude={"launch"})
     return {**sections, "run": {**sections["run"], "name": None, "dir": None}}
 
 
-def _metric(recipe: Recipe, asked: str | None) -> tuple[str, Mode]:
+def _metric(recipe: Recipe, requested: str | None) -> tuple[str, Mode]:
     """Return the metric to compare, and whether smaller or larger values are better. Raises ConfigError."""
     checkpoint, train = recipe.checkpoint, recipe.train
-    metric, mode = split_sign(asked or checkpoint.best or train.stop_metric or "loss")
+    metric, mode = split_sign(requested or checkpoint.best or train.stop_metric or "loss")
     _check_metric(recipe, metric)
     set_for = {train.stop_metric: train.stop_mode, checkpoint.best: checkpoint.mode}
     known = [each for each in (mode, set_for.get(metric, "auto"), mode_by_name(metric)) if each not in ("auto", None)]

@@ -114,8 +114,8 @@ def _panel(axes: "Axes", key: SweptKey, sweep: Sweep) -> None:
     places = _places(key, axes)
     best = [trial for trial in sweep.trials if trial.name == sweep.best]
     groups: list[tuple[str, list[SweepTrial], dict[str, Any]]] = [
-        ("pruned, when it was ended", _of(sweep, "pruned"), {"color": PRUNED, "marker": "x"}),
-        ("finished", _of(sweep, "finished"), {"color": FINISHED, "marker": "o"}),
+        ("pruned, when it was ended", _trials_in_state(sweep, "pruned"), {"color": PRUNED, "marker": "x"}),
+        ("finished", _trials_in_state(sweep, "finished"), {"color": FINISHED, "marker": "o"}),
         ("best", best, {"color": BEST, "marker": "*", "s": 160, "zorder": 3}),
     ]
     for label, trials, look in groups:
@@ -124,7 +124,7 @@ def _panel(axes: "Axes", key: SweptKey, sweep: Sweep) -> None:
             axes.scatter(across, [trial.value for trial in trials if trial.value is not None], label=label, **look)
 
 
-def _of(sweep: Sweep, state: str) -> list[SweepTrial]:
+def _trials_in_state(sweep: Sweep, state: str) -> list[SweepTrial]:
     return [trial for trial in sweep.trials if trial.state == state and trial.value is not None]
 
 

@@ -48,7 +48,7 @@ def run(plan: PlannedSweep, console: Console) -> int:
     Raises Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already.
     """
     sweep, folder = plan.sweep, plan.folder
-    with _alone(folder):
+    with _folder_lock(folder):
         done = len(sweep.ended)
         console.print(
             f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}"
@@ -74,7 +74,7 @@ def run(plan: PlannedSweep, console: Console) -> int:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
@@ -201,7 +201,7 @@ class Trials:
             self.ended(trial.model_copy(update=failed))
             return None
         sweep = self.plan.sweep
-        return TrialTraining(trial=trial, recipe=recipe, metric=sweep.metric, judge=_judge(sweep)), trust
+        return TrialTraining(trial=trial, recipe=recipe, metric=sweep.metric, judge=_make_judge(sweep)), trust
 
     def ended(self, trial: SweepTrial) -> None:
         sweep = self.plan.sweep
@@ -259,7 +259,7 @@ def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
     return None
 
 
-def _judge(sweep: Sweep) -> Judge:
+def _make_judge(sweep: Sweep) -> Judge:
     if sweep.prune == "none":
         return lambda _: None
     if sweep.search == "optuna":

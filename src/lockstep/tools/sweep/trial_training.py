@@ -72,8 +72,8 @@ class TrialTraining:
     def ended(self, code: int) -> SweepTrial:
         """Return the trial as its run has ended, with an exit code."""
         if self.pruned_at is not None:
-            return self._pruned(self.pruned_at)
-        return self._failed(code) if code else self._finished()
+            return self._pruned_trial(self.pruned_at)
+        return self._failed_trial(code) if code else self._finished_trial()
 
     def _train(self, show: Callable[[RunState], None]) -> int:
         assert self.start is not None
@@ -130,35 +130,35 @@ class TrialTraining:
 
     # ---- after its end
 
-    def _finished(self) -> SweepTrial:
+    def _finished_trial(self) -> SweepTrial:
         summary = self._summary()
-        values = self._values_of_checkpoint() or summary.evaluation
+        values = self._checkpoint_metrics() or summary.evaluation
         value = values.get(self.metric)
         if value is None or value != value:
             what = "is not finite" if self.metric in values else f"was not measured (there is: {', '.join(values)})"
-            return self._ended("failed", note=f"{self.metric} {what}")
-        return self._ended("finished", value=value, loss=values.get("loss"), digest=summary.digest)
+            return self._result("failed", note=f"{self.metric} {what}")
+        return self._result("finished", value=value, loss=values.get("loss"), digest=summary.digest)
 
-    def _values_of_checkpoint(self) -> dict[str, Any]:
+    def _checkpoint_metrics(self) -> dict[str, Any]:
         """Return the evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
         recipe, checkpoints, _ = run_folder.locate(self.folder)  # whose checkpoint.mode is decided
         manifests = retention.manifests(checkpoints)
         chosen = retention.best(manifests, recipe.checkpoint) or next(iter(manifests), None)
         return dict(manifests[chosen].metrics) if chosen else {}
 
-    def _pruned(self, index: int) -> SweepTrial:
+    def _pruned_trial(self, index: int) -> SweepTrial:
         self.trial.evaluations = self.trial.evaluations[: index + 1]
         last = self.trial.evaluations[index]
         note = f"at step {last.step:,} of {self.total_steps:,}, worse than the median"
-        return self._ended("pruned", value=last.value, loss=last.loss, note=note)
+        return self._result("pruned", value=last.value, loss=last.loss, note=note)
 
-    def _failed(self, code: int) -> SweepTrial:
+    def _failed_trial(self, code: int) -> SweepTrial:
         file = self.output(self.folder)
         lines = [line.removeprefix(MARK) for line in storage.tail(file).splitlines()]
-        telling = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
-        return self._ended("failed", note=telling[-1] if telling else f"exit code {code}")
+        reasons = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
+        return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
 
-    def _ended(self, state: str, **results: Any) -> SweepTrial:
+    def _result(self, state: str, **results: Any) -> SweepTrial:
         history = run_files.history_lines(self.folder / run_history.FILE, [])
         seconds = sum(start.ended - start.began for start in starts(history))
         return self.trial.model_copy(update={"state": state, "seconds": round(seconds, 1), **results})

@@ -127,10 +127,10 @@ class Finder:
         """
         if m not in self.rows:
             self.report(f"trying train.micro_batch={m} ...")
-            self.rows[m] = self._tried(m)
+            self.rows[m] = self._try(m)
         return self.rows[m].verdict == "fits"
 
-    def _tried(self, m: int) -> TrialRow:
+    def _try(self, m: int) -> TrialRow:
         trial = trial_process.run(self._request(m), budget_bytes=None if self.budget.on_gpu else self.budget.bytes)
         is_single = m == 1 < self.recipe.train.global_batch
         if trial.has_failed and not (is_single and trial.result.began):

@@ -30,7 +30,7 @@ def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
             cause=f"{case.processes} processes with {case.recipe.run.threads} threads each share {cores()} cores",
             repair=f"set launch.processes={max(1, cores() // case.recipe.run.threads)}, or fewer run.threads",
         )
-    throttled = _throttled(cgroup)
+    throttled = _throttled_seconds(cgroup)
     if throttled > 0:
         yield Diagnosis(
             code="LS-CPU-02",
@@ -48,7 +48,7 @@ def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
         )
 
 
-def _throttled(file: Path) -> float:
+def _throttled_seconds(file: Path) -> float:
     """Return the seconds of throttling so far; 0 where there is no limit."""
     try:
         fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)

@@ -65,8 +65,8 @@ def _here(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
     request = ExaminationRequest()
     trial = trials.run(recipe, folder, task="examination", request=request, processes=case.processes)
     if trial.code:
-        said = trial.output.strip() or "they wrote nothing"
-        raise LaunchError(f"{processes_text(case.processes)} ended with exit code {trial.code}:\n{said}")
+        output = trial.output.strip() or "they wrote nothing"
+        raise LaunchError(f"{processes_text(case.processes)} ended with exit code {trial.code}:\n{output}")
     return read_facts(recipe.folder)
 
 

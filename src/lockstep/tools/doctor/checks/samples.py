@@ -30,7 +30,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
         )
         return
     for name, source in (("training", case.splits.train), ("test", case.splits.test)):
-        if (text := _unreadable(source)) is not None:
+        if (text := _read_problem(source)) is not None:
             yield Diagnosis(
                 code="LS-DATA-02",
                 severity="note" if case.recipe.data.skips else "error",
@@ -47,7 +47,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
         )
 
 
-def _unreadable(source: Source) -> str | None:
+def _read_problem(source: Source) -> str | None:
     """Read some samples -> why the first unreadable one cannot be read; None if all can."""
     for number in sorted({len(source) * probe // PROBES for probe in range(PROBES)}):
         try:

@@ -30,9 +30,9 @@ def check(case: Case) -> Iterator[Diagnosis]:
     place = existing(case.recipe.run.dir)
     with (
         ended_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place, ignore_cleanup_errors=True) as made,
+        tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place, ignore_cleanup_errors=True) as temporary,
     ):
-        yield from _steps(case, Path(made))
+        yield from _steps(case, Path(temporary))
 
 
 def _steps(case: Case, folder: Path) -> Iterator[Diagnosis]:
