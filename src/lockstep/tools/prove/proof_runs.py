@@ -1,4 +1,4 @@
-"""The runs of a proof: real trainings, each in processes of its own, in a temporary folder."""
+"""The runs of a proof: real trainings, each in separate processes, in a temporary folder."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -104,7 +104,7 @@ class RunVariant:
 
 @dataclass(kw_only=True)
 class ProofRuns:
-    """Starts runs of one recipe on a subset of its data, and ends whatever it has started."""
+    """Starts runs of one recipe on a subset of its data, and ends all of them."""
 
     recipe: Recipe
     folder: Path
@@ -144,7 +144,7 @@ class ProofRuns:
 
     def kill(self, name: str, processes: int, *, every: int) -> KilledRun:
         """Run with a checkpoint every `every` steps, and kill the last rank in the middle of a step, two after the
-        first checkpoint, once that one is written (beside the steps).
+        first checkpoint, once that one is written (asynchronously).
 
         Raises TrialFailed, also when the run ends in any other way than by the kill.
         """

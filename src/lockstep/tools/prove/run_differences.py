@@ -39,7 +39,7 @@ class RunDifference:
 
 
 def run_difference(one: ProofRun, other: ProofRun) -> RunDifference | None:
-    """Return how two runs differ in weights and steps; None where they are equal, whatever they measured."""
+    """Return how two runs differ in weights and steps; None where they are equal, even if other metrics differ."""
     in_weights = any(one.summary.get(name) != other.summary.get(name) for name in DIGESTS)
     steps = [{line["step"]: line for line in run.metrics if line["kind"] == "step"} for run in (one, other)]
     for number in sorted(steps[0].keys() | steps[1].keys()):

@@ -56,7 +56,7 @@ class TrialTraining:
     def run(self, show: Callable[[RunState], None]) -> SweepTrial:
         """Train from where an earlier start was killed -> the trial as it ended.
 
-        Raises Interrupted where somebody has stopped the run, LaunchError where another process trains it.
+        Raises Interrupted where the run was stopped, LaunchError where another process trains it.
         """
         code = 0 if self.is_decided else self._train(show)
         self.follow(RunReader(self.folder).state())
