@@ -58,7 +58,7 @@ soak: setup
 
 # 375 random faults in runs with live recovery, others with another SEED: prints how many of each kind in each phase.
 chaos: setup
-	CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m soak -s tests/test_live.py tests/test_live_replicas.py
+	CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m soak -s tests/commands/test_live.py tests/commands/test_live_replicas.py
 
 # Fails where Lockstep is slower than a tuned hand-written loop: make bench-check DATA=FOLDER MODEL=MINILM
 bench-check: setup
@@ -68,7 +68,7 @@ bench-check: setup
 	$(BIN)/python benchmarks/compare.py --data $(DATA) --model $(MODEL) --works mnist-64 minilm-32 \
 	  --contenders "Lockstep exact" --rounds 3 --at-least 1.0
 
-# The pages of docs/ as a site, in site/, and the man page; fails for a broken link. tests/test_site.py builds it, too.
+# The pages of docs/ as a site, in site/, and the man page; fails for a broken link. tests/docs/test_site.py builds it, too.
 docs: setup
 	@$(BIN)/python docs/_man_page.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -77,7 +77,7 @@ docs: setup
 # The pictures of README.md, from real runs.
 pictures: setup
 	@tests/browser/packages.sh
-	PYTHONPATH=tests $(BIN)/python docs/_pictures.py
+	PYTHONPATH=tests/support $(BIN)/python docs/_pictures.py
 
 format: setup
 	$(BIN)/ruff check --fix .

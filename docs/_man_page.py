@@ -1,4 +1,4 @@
-"""Writes man/lockstep.1 from the help of the commands: `make docs`. tests/test_packaging.py compares the two."""
+"""Writes man/lockstep.1 from the help of the commands: `make docs`. test_packaging.py compares the two."""
 
 import inspect
 import re

@@ -11,10 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
-import warnings
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import forkserver
 
 import psutil
@@ -25,12 +22,12 @@ import warm
 from browsing import opened_browser
 from cluster import Cluster, why_not
 from fuzzing import Commands
+from places import DATA, GPU_TESTS_ON
+from rank_pool import Ranks
 from xdist.scheduler import LoadFileScheduling
 
 from lockstep.base import plugins, trust
-from lockstep.checkpoint.writer import Writer
 
-TIMEOUT_SECONDS = 120
 SESSION = "LOCKSTEP_TEST_SESSION"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background jobs, and all that they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,85 +52,6 @@ SKIPS = (
     "a torch that is built for GPUs",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
-DATA = pathlib.Path(os.environ.get("LOCKSTEP_TEST_DATA", pathlib.Path(__file__).parents[2] / "shared" / "data"))
-"""Where real MNIST and AG News are, if they are at hand."""
-GPU_TESTS_ON = os.environ.get("LOCKSTEP_TEST_DEVICE", "cuda")
-"""cpu: a trial of the tests marked `gpu`, which says nothing of a GPU."""
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(list(warm.PRELOADED))
-"""Of ranks: each begins with what it would import."""
-
-
-def _serve(pipe):
-    """A worker process: run whatever function is sent, inside a process group of the asked size."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    trust.accept([trust.OPTION])  # as a launcher passes on to its ranks
-    while True:
-        try:
-            rank, world, store, function, args = pipe.recv()
-        except EOFError:  # the tests have ended, one way or another
-            return
-        gc.freeze()  # what was imported so far: collections need not look through it again
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-            )
-            dist.barrier()  # or a rank that has little to do would leave while others still connect to it
-            result = True, function(*args)
-        except BaseException:
-            result = False, traceback.format_exc()
-        finally:
-            gc.collect()  # what C++ frees a group for later holds the GIL, for which a thread of the group may wait
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            gc.collect()
-        pipe.send(result)
-
-
-class Ranks:
-    """`ranks(world, function, *args)` runs a top-level function on each of `world` processes -> results by rank."""
-
-    def __init__(self):
-        self.workers = []
-
-    def __call__(self, world, function, *args):
-        while len(self.workers) < world:
-            ours, theirs = FORKING.Pipe()
-            process = FORKING.Process(target=_serve, args=(theirs,))
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
-        try:
-            return self._called(world, function, args)
-        except BaseException:
-            self.close()  # a rank that failed, or has not answered yet, is of no use for the next test
-            raise
-
-    def _called(self, world, function, args):
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world):
-                self.workers[rank][1].send((rank, world, f"{folder}/store", function, args))
-            results = []
-            for rank in range(world):
-                if not self.workers[rank][1].poll(TIMEOUT_SECONDS):
-                    pytest.fail(f"rank {rank} of {world} did not answer within {TIMEOUT_SECONDS} s")
-                results.append(self.workers[rank][1].recv())
-        failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(results) if not good]
-        assert not failed, "\n".join(failed)
-        return [value for _, value in results]
-
-    def pids(self):
-        return {process.pid for process, _ in self.workers}
-
-    def close(self):
-        for process, _ in self.workers:
-            process.kill()
-            process.join()
-        self.workers = []
-
-
 SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes", "test_live_nodes")
 """Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 SLOWEST = (
@@ -338,13 +256,6 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def save(root, tensors, manifest):
-    """Write a checkpoint and wait for it -> how it ended."""
-    writer = Writer(root)
-    writer.start(tensors, manifest)
-    return writer.finished()
 
 
 @pytest.fixture(scope="session")

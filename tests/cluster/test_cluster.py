@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 from cluster import PATIENCE_SECONDS, Cluster, until, why_not
+from places import SUPPORT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
 MARK = "LOCKSTEP_TEST_SESSION"  # jobs have it, see conftest.py; the cluster itself does not
@@ -150,7 +150,7 @@ def test_nothing_remains_of_a_killed_process(slurm, tmp_path):
     """Another cluster, at the same addresses, goes with the process that started it, and so do its client commands."""
     code = "import sys; from cluster import Cluster; Cluster(sys.argv[1], nodes=1).open(); print(flush=True); input()"
     command = [sys.executable, "-c", code, tmp_path / "own"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": str(SUPPORT)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
         owner.stdout.readline()
         with subprocess.Popen([tmp_path / "own/bin/srun", "sleep", "1000"], stderr=subprocess.DEVNULL) as client:

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_SECONDS, until
 from holding import HOLDING
+from places import EXAMPLES
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -54,7 +54,7 @@ def augment(sample):
 """A run that goes on for minutes leaves the machine to other tests."""
 QUICK = "launch.failure_timeout_seconds=20"
 URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --exclusive --time=1 --output=/dev/null\nsleep 1\n"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.slurm"
+EXAMPLE = EXAMPLES / "slurm" / "train.slurm"
 
 
 def lockstep(slurm, folder, *words):

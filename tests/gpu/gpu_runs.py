@@ -8,15 +8,13 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
-from conftest import DATA, GPU_TESTS_ON
 from mnist_files import write_mnist
-from test_matrix import Row, config_of, make_small_transformer
+from places import DATA, EXAMPLES, GPU_TESTS_ON
+from recipe_rows import Row, config_of, make_small_transformer
 
 ON_GPU = GPU_TESTS_ON == "cuda"
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 150
 AT_ONCE = 3 if (psutil.cpu_count(logical=False) or 1) >= 8 else 1
 HERE = f"run.device={GPU_TESTS_ON}"

@@ -16,7 +16,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 HALF = np.uint64(32)
 ROUNDS, SMALL_ROUNDS, SMALL = 8, 20, 1024
 """Rounds of the permutation; more for few samples: over 36,000 epochs, 6 samples show a pattern with 8 rounds, and none
-with 12 (tests/test_order.py)."""
+with 12 (tests/unit/data/test_order.py)."""
 CHUNK = 8192
 """Positions permuted at a time, which fit in the CPU cache."""
 MAX_CACHED = 1 << 20

@@ -1,0 +1,110 @@
+"""The benchmarks run; what they measure here says nothing."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.mark.matrix
+def test_models_of_the_benchmarks_train(tmp_path):
+    small = ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"]
+    command = [sys.executable, BENCHMARKS / "reproducibility.py", *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "| cnn | 2, loopback |" in done.stdout, done.stderr
+
+
+def test_energy_is_that_of_the_processors(tmp_path):
+    """Their meters start again at zero; a processor's parts are in its own meter already."""
+    path = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    for name, start in (("intel-rapl:0", 999_000_000), ("intel-rapl:1", 5), ("intel-rapl:0:0", 7), ("other", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{start}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("999999999\n")
+    program = f"""
+import sys
+sys.path[:0] = {path}
+from pathlib import Path
+import compare
+folder = Path({str(tmp_path)!r})
+before = compare.energy_meters(folder)
+(folder / "intel-rapl:0" / "energy_uj").write_text("1000000")
+(folder / "intel-rapl:1" / "energy_uj").write_text("3000005")
+print(compare.joules_since(before, folder), compare.joules_since({{}}, folder))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["5.0", "nan"], done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("work", ["mnist-512", "minilm-128", "gpt-16"])
+def test_lockstep_and_the_tuned_loop_train_side_by_side(work, shared_data, minilm, tmp_path):
+    where = ["--data", shared_data, "--model", minilm, "--peers", Path(sys.executable).parent]
+    small = ["--works", work, "--contenders", "Lockstep fast", "--rounds", "1", "--at-least", "1000"]
+    command = [sys.executable, BENCHMARKS / "compare.py", *where, *small, "--out", tmp_path / "table.md"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 1 and "of the tuned loop, not 1000.00" in done.stderr, done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert f"### {work}" in table and "| Lockstep fast |" in table and "| tuned loop |" in table
+
+
+@pytest.mark.matrix
+def test_both_reach_an_accuracy(shared_data, tmp_path):
+    small = ["--target", "0.5", "--every", "20", "--rounds", "1", "--peers", Path(sys.executable).parent]
+    command = [sys.executable, BENCHMARKS / "to_accuracy.py", "--data", shared_data, *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    assert "| tuned loop |" in done.stdout and "| Lockstep exact |" in done.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_what_observing_costs_is_measured(shared_data, tmp_path):
+    small = ["--data", shared_data, "--works", "cnn-512", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "observing.py", *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.strip().splitlines()
+    figures = [float(cell.split()[0].rstrip("%")) for cell in last.strip("| ").split("|")[1:3]]
+    assert last.startswith("| cnn-512 |") and last.endswith("% |") and min(figures) > 0
+
+
+def test_a_profile_tells_how_busy_the_gpu_is(tmp_path):
+    """Work that overlaps counts once; five steps are in a trace."""
+    work = [("kernel", 0, 10), ("gpu_memcpy", 5, 10), ("kernel", 30, 10), ("cpu_op", 0, 99)]
+    events = [{"ph": "X", "cat": cat, "name": cat, "ts": ts, "dur": dur} for cat, ts, dur in work]
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 1}
+    (tmp_path / "t.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events + 10 * [launch]}).encode()))
+    program = f"import gpu, pathlib; print(gpu.of_profile(pathlib.Path({str(tmp_path / 't.gz')!r})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "{'busy': 0.625, 'launches': 2.0}", done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_contenders_on_a_gpu_are_tried_on_the_cpu(tmp_path):
+    """What is not installed, and what has no time left, is named."""
+    small = [
+        "--tiny",
+        "--device",
+        "cpu",
+        "--seconds",
+        "120",
+        "--contenders",
+        "tuned loop",
+        "Lockstep exact",
+        "Lightning",
+    ]
+    command = [sys.executable, BENCHMARKS / "gpu.py", *small, "--out", tmp_path / "table.md"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| tuned loop |") == table.count("| Lockstep exact |") == table.count("| Lightning |") == 3
+    assert "failed" not in table

@@ -1,0 +1,210 @@
+"""Mistakes of scripts with lockstep.Loop: each is told, and says what to write instead."""
+
+import pathlib
+
+import torch
+from own_loops import SIZES, Net, Points, losses, made, one_cycle, trained
+from torch import nn
+
+import lockstep
+from lockstep.base.errors import LockstepError
+
+
+def test_mistakes_are_told(ranks, tmp_path):
+    for mistake, fragment in MISTAKES.items():
+        (said,) = ranks(1, said_of, tmp_path / mistake.__name__, mistake)
+        assert fragment in said, (mistake.__name__, said)
+
+
+def said_of(folder, mistake):
+    """What a mistake is answered with, and that the weights are as before."""
+    try:
+        mistake(folder)
+    except LockstepError as error:
+        return str(error)
+    return "nothing"
+
+
+def forgets_backward(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            losses(model, batch)
+
+
+def keeps_a_file(folder):
+    model, _, loop = made(folder, save_steps=1)
+    loop.variables["log"] = pathlib.Path(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+
+
+def takes_a_mean(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch, "mean") + 0.1 * model.heads[0].weight.sum())
+
+
+def gives_no_sum(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch, "none"))
+
+
+def detaches(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch).detach())
+
+
+def runs_its_own_backward(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            losses(model, batch).backward()
+
+
+def goes_backward_twice(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            step.backward(losses(model, batch))
+
+
+def updates_by_itself(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            loop._state.optimizer.step()
+
+
+def leaves_a_step(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            break
+
+
+def runs_steps_twice(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        for _ in step:
+            pass
+
+
+def calls_the_model_between_steps(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        model(batch["x"])
+
+
+def forgets_to_train(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        model.eval()
+
+
+def freezes_too_late(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            model.heads[0].weight.requires_grad_(False)
+
+
+def schedules_micro_batches(folder):
+    model, scheduler, loop = made(folder, scheduler=one_cycle)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            scheduler.step()
+
+
+def keeps_a_scheduler_to_itself(folder):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one_cycle(optimizer)
+    lockstep.Loop(model, optimizer, Points(), folder=folder, **SIZES)
+
+
+def gives_a_loader(folder):
+    made(folder, dataset=torch.utils.data.DataLoader(Points()))
+
+
+def gives_a_stream(folder):
+    made(folder, dataset=iter(Points()))
+
+
+def leaves_out_a_weight(folder):
+    model = Net()
+    lockstep.Loop(model, torch.optim.SGD(model.body.parameters(), lr=0.1), Points(), folder=folder, **SIZES)
+
+
+def takes_large_micro_batches(folder):
+    made(folder, micro_batch=32)
+
+
+def takes_another_number(folder):
+    made(folder, precision="fp8")
+
+
+def changes_the_batch(folder):
+    trained(folder)
+    made(folder, global_batch=16)
+
+
+def trains_twice_at_once(folder):
+    first = made(folder)
+    made(folder)
+    del first
+
+
+def goes_on_with_another_model(folder):
+    trained(folder)
+    lockstep.Loop(
+        model := nn.Linear(2, 2),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        Points(),
+        folder=folder,
+        **SIZES,
+    )
+
+
+MISTAKES = {
+    keeps_a_file: "cannot be kept in a checkpoint",
+    forgets_backward: "had no step.backward(loss)",
+    takes_a_mean: 'reduction="sum"',
+    gives_no_sum: "a tensor of shape [8]",
+    detaches: "does not depend on any trained weight",
+    runs_its_own_backward: "write step.backward(loss)",
+    goes_backward_twice: "once for each micro-batch",
+    updates_by_itself: "remove optimizer.step()",
+    leaves_a_step: "was left before the end",
+    runs_steps_twice: "each step is run once",
+    calls_the_model_between_steps: "in training mode outside",
+    forgets_to_train: "model.train()",
+    freezes_too_late: "changed inside of `for ... in step`",
+    schedules_micro_batches: "once in a step",
+    keeps_a_scheduler_to_itself: "scheduler=...",
+    gives_a_loader: "loader.dataset",
+    gives_a_stream: "map-style",
+    leaves_out_a_weight: "freeze them",
+    takes_large_micro_batches: "more than global_batch=24",
+    takes_another_number: "precision='fp8'",
+    changes_the_batch: "allow_drift=True",
+    trains_twice_at_once: "another folder=...",
+    goes_on_with_another_model: "another model",
+}

@@ -1,0 +1,22 @@
+"""Runs of each objective."""
+
+import time
+
+SETTINGS = ["train.epochs=6", "train.global_batch=32", "train.micro_batch=8", "optim.lr=0.003"]
+SETTINGS += ["checkpoint.every_steps=10", "observe.log_every=1", "evaluate.every_epochs=3"]
+BRIEF = ["train.epochs=2", "evaluate.every_epochs=1"]
+"""For runs of which only the bits are compared."""
+VARIANTS = {
+    "one": ["launch.processes=1"],
+    "two": ["launch.processes=2"],
+    "three": ["launch.processes=3"],
+    "fsdp": ["launch.processes=2", "parallel.kind=fsdp"],
+    "pipeline": ["launch.processes=2", "parallel.kind=pipeline"],
+}
+
+
+def wait_for_checkpoint(checkpoint, seconds=60):
+    end = time.monotonic() + seconds
+    while not (checkpoint / "manifest.json").exists():
+        assert time.monotonic() < end, f"{checkpoint} was never written"
+        time.sleep(0.02)
