@@ -12,10 +12,10 @@ SHARED_OUT := -n auto --dist loadfile --no-loadscope-reorder
 ONE_THREAD := OMP_NUM_THREADS=1
 
 setup:
-	@./setup.sh
+	@scripts/setup.sh
 
 demo: setup
-	@./demo.sh
+	@scripts/demo.sh
 
 # Of Debian, for the tests in a browser and those on a Slurm cluster.
 packages:

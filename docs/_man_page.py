@@ -1,4 +1,4 @@
-"""Writes man/lockstep.1 from the help of the commands: `make docs`. test_packaging.py compares the two."""
+"""Writes docs/man/lockstep.1 from the help of the commands: `make docs`. test_packaging.py compares the two."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.cli._app import contexts
 
-FILE = Path(__file__).parents[1] / "man" / "lockstep.1"
+FILE = Path(__file__).parent / "man" / "lockstep.1"
 HEAD = r"""
 .TH LOCKSTEP 1
 .SH NAME

@@ -19,7 +19,7 @@ from lockstep.launch.run_folder import run_of
 from lockstep.run.recipe import load, starter, tasks
 
 SOURCES = plugins.names("data.sources")
-EXAMPLES = sorted((EXAMPLES).glob("*.yaml"))
+CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
 COMMANDS = plugins.names("cli")
 
 
@@ -69,6 +69,10 @@ def test_alone_it_shows_its_commands(lockstep, arguments):
     assert code == (0 if arguments else 2)
     assert not [name for name in COMMANDS if name not in out + err]
     assert {"train", "evaluate", "export", "compare", "data", "init", "plugins"} <= set(COMMANDS)
+
+
+def test_each_command_has_a_panel():
+    assert sorted(name for names in _app.PANELS.values() for name in names) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -170,7 +174,7 @@ def test_init_lists_what_there_is(lockstep, tmp_path):
     assert {row[0]: row[2] for row in rows if row[0]}["ag_news"] == "transformer"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", CONFIGS, ids=lambda path: path.stem)
 def test_init_starts_where_the_examples_do(example):
     """A pretrained encoder above all: a tenth of the rate of a fresh network, and a warm-up."""
     ours, theirs = load(example), starter(example.stem)
@@ -242,7 +246,7 @@ def test_a_lesson_is_shown_as_it_is_in_its_file(lockstep, monkeypatch):
 
 def test_doctor_without_slurm(lockstep, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    refused_after_a_word = lockstep("doctor", EXAMPLES[0], "launch.kind=slurm")
+    refused_after_a_word = lockstep("doctor", CONFIGS[0], "launch.kind=slurm")
     assert refused_after_a_word[0] == 2 and "there is no srun here: launch.kind=slurm" in refused_after_a_word[2]
 
 
@@ -302,7 +306,7 @@ def test_run_that_was_moved_is_found_where_it_lies(tmp_path):
     assert run_of(run, [f"run.dir={tmp_path}"])[0].folder == tmp_path / "1e3"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", CONFIGS, ids=lambda path: path.stem)
 def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, example):
     name = f"run.name={'n' * 150}.dry"
     code, out, err = lockstep(
@@ -335,18 +339,18 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
 
 def test_dry_run_tells_of_idle_processes_and_leaves_out_the_settings(lockstep):
     words = ("train.global_batch=64", "train.micro_batch=32", "--dry-run")
-    code, out, err = lockstep("train", EXAMPLES[0], "launch.processes=3", *words)
+    code, out, err = lockstep("train", CONFIGS[0], "launch.processes=3", *words)
     assert code == 0 and "global_batch: 64" not in out and "--verbose prints it" in out
     assert "warning: 1 of 3 processes will be idle: a step has 2 micro-batches" in err
-    assert lockstep("train", EXAMPLES[0], "launch.processes=2", *words)[2] == ""
-    submitted = lockstep("train", EXAMPLES[0], "launch.kind=slurm", "launch.nodes=2", "launch.gpus=4", *words)[2]
+    assert lockstep("train", CONFIGS[0], "launch.processes=2", *words)[2] == ""
+    submitted = lockstep("train", CONFIGS[0], "launch.kind=slurm", "launch.nodes=2", "launch.gpus=4", *words)[2]
     assert "warning: 6 of 8 processes will be idle" in submitted
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_a_node_rank_out_of_range(lockstep, command):
     words = ("--rendezvous", "127.0.0.1:29400", "--node-rank", "2")
-    refused(lockstep(command, EXAMPLES[0], "launch.nodes=1:2", *words), "--node-rank 2", "launch.nodes=2", "0 to 1")
+    refused(lockstep(command, CONFIGS[0], "launch.nodes=1:2", *words), "--node-rank 2", "launch.nodes=2", "0 to 1")
 
 
 def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):

@@ -173,7 +173,7 @@ def test_mistakes_are_told_once(tmp_path):
 @pytest.mark.matrix
 def test_notebook(tmp_path):
     """Its cells, one after the other in one process, on two processes and without a network."""
-    notebook = json.loads((ROOT / "notebooks" / "train_on_two_gpus.ipynb").read_text())
+    notebook = json.loads((ROOT / "docs" / "notebooks" / "train_on_two_gpus.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     show = "sys.stdout.write('the notebook has finished\\n')"

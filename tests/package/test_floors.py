@@ -62,7 +62,7 @@ FAMILIES = [
 FAMILIES += ["observe/sinks", "cli"]
 EXAMPLES = ROOT.parents[1] / "examples"
 STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))
-MOST_ENTRIES = 16
+MOST_ENTRIES, MOST_LINES = 16, 400
 PLUGIN_CLASSES = ("Config", "Note")
 """What every plugin of a family has, by one name."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -219,6 +219,10 @@ def test_every_hook_is_somebodys():
     for family, hooks in HOOKS.items():
         found = {hook for name in plugins.names(family) for hook in hooks if plugins.hook(family, name, hook)}
         assert found == set(hooks)
+
+
+def test_files_have_at_most_400_lines():
+    assert {path.name for path in ROOT.rglob("*.py") if len(path.read_text().splitlines()) > MOST_LINES} == set()
 
 
 def test_no_test_imports_another():

@@ -104,7 +104,7 @@ def test_torch_is_exact_in_the_constraints_alone():
 def test_setup_refuses_another_torch_in_one_line(tmp_path, torch):
     """Before it makes anything."""
     environment = os.environ | {"PYTHON": sys.executable, "TORCH": torch, "VENV": str(tmp_path / "venv")}
-    done = subprocess.run([ROOT / "setup.sh"], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([ROOT / "scripts" / "setup.sh"], env=environment, capture_output=True, text=True, timeout=30)
     said = f"Lockstep needs torch 2.11, 2.12 or 2.13, and TORCH is {torch}\n"
     assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (1, "", said, [])
 
@@ -145,7 +145,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("lessons", "examples", "man"):
+    for name in ("lessons", "examples", "docs/man"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder)]

@@ -14,22 +14,15 @@ from lockstep.base.errors import nearest
 from lockstep.cli._common import versions
 
 FAMILY = "cli"
-ORDER = [
-    "init",
-    "data",
-    "train",
-    "status",
-    "logs",
-    "cancel",
-    "checkpoints",
-    "watch",
-    "report",
-    "evaluate",
-    "export",
-    "predict",
-    "serve",
-]
-"""Order of the commands in the help; others follow by name."""
+PANELS = {
+    "Start": ["init", "data", "learn", "plugins"],
+    "Train": ["train", "sweep", "cancel", "resize", "checkpoints"],
+    "Watch": ["status", "watch", "logs", "report"],
+    "Use a model": ["evaluate", "export", "predict", "serve"],
+    "Understand": ["compare", "prove", "profile"],
+    "Plan": ["doctor", "estimate", "scale", "tune"],
+}
+"""Panels of the help, and their commands in order; others follow by name in the panel "More"."""
 
 
 class Commands(TyperGroup):
@@ -38,7 +31,8 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """List the commands in the order of the help."""
         known = plugins.names(FAMILY)
-        return [*(name for name in ORDER if name in known), *(name for name in known if name not in ORDER)]
+        placed = [name for names in PANELS.values() for name in names if name in known]
+        return [*placed, *(name for name in known if name not in placed)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Load the function `command` of a file; fail where there is no such file."""
@@ -49,7 +43,8 @@ class Commands(TyperGroup):
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = plugins.find(FAMILY, cmd_name).command
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # else the help keeps our line breaks
-        single.command(cmd_name, help=text)(function)
+        panel = next((title for title, names in PANELS.items() if cmd_name in names), "More")
+        single.command(cmd_name, help=text, rich_help_panel=panel)(function)
         return typer.main.get_command(single)
 
 

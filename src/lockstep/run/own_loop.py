@@ -43,9 +43,6 @@ from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update
 from lockstep.training.training_config import EvaluateSection
 
-SETTLE_SECONDS = 10.0
-"""After an error, or a `break`, how long a save that is being written may take to end."""
-
 
 def seed(number: int, *, threads: int = 1) -> None:
     """Seed torch, NumPy and Python before a model is made, so that its initial weights are the same at every start:
@@ -141,9 +138,8 @@ class Loop:
         self._randomness.watch(own.blocks())
         precision = Precision(train.precision, self.device)
         self._guard: ScriptGuard | None = None
-        self._forward = AutocastForward(self._model, precision)
+        self._own, self._forward = own, AutocastForward(self._model, precision)
         self._strategy = Stepwise(self._randomness, precision, exact=True)
-        self._own = own
         module = self._strategy.place(own, dict)
         if precision.is_scaled and isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
             optim.initialise(module, optimizer)  # an overflow in its first step would leave momentum uninitialised
@@ -330,7 +326,7 @@ class Loop:
                 stack.enter_context(signals.watching())
             signals.is_graceful = True
             training = self._build_training(signals)
-            stack.callback(training.saving.settle, SETTLE_SECONDS)
+            stack.callback(training.saving.settle)
             try:
                 yield training
             except BaseException as error:

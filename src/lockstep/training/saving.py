@@ -17,6 +17,9 @@ from lockstep.training.state import TrainState
 WARN_SECONDS = 0.5
 """A longer wait for the previous save is reported by itself, not only as part of the stall."""
 
+SETTLE_SECONDS = 10.0
+"""Time for the save in progress to end after training has failed, or a script has left its loop."""
+
 SLOW_DISK_BYTES_PER_SECOND = 50e6
 
 
@@ -71,10 +74,10 @@ class Saving:
             raise error
         self._report(saved)
 
-    def settle(self, timeout_seconds: float) -> None:
+    def settle(self) -> None:
         """Wait for the save in progress after a failure in training, ignoring its errors."""
         with suppress(Exception):
-            self._report(self.writer.finished(timeout_seconds))
+            self._report(self.writer.finished(SETTLE_SECONDS))
 
     @property
     def expected_seconds(self) -> float:

@@ -13,7 +13,7 @@ from lockstep.base import config, plugins, trust
 from lockstep.base.errors import ConfigError, UntrustedCode, nearest
 from lockstep.run.recipe import Recipe, contradictions, load, starter
 
-EXAMPLES = sorted((EXAMPLES).glob("*.yaml"))
+CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
 SECTIONS = tuple(plugins.FAMILIES.values())
 PLUGINS = [(family, name) for family in SECTIONS for name in plugins.names(family)]
 
@@ -267,7 +267,7 @@ def test_file_that_cannot_be_read(tmp_path, make, said):
     assert_said(str(caught.value).split("\n"), said.format(path))
 
 
-@pytest.mark.parametrize("recipe", [*EXAMPLES, *plugins.names("data.sources")], ids=lambda r: pathlib.Path(r).name)
+@pytest.mark.parametrize("recipe", [*CONFIGS, *plugins.names("data.sources")], ids=lambda r: pathlib.Path(r).name)
 def test_dump_loads_to_an_equal_recipe(tmp_path, recipe):
     recipe = load(recipe) if isinstance(recipe, pathlib.Path) else starter(recipe)
     (tmp_path / "again.yaml").write_text(config.dump(recipe), encoding="utf-8")

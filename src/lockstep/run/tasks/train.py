@@ -40,9 +40,6 @@ from lockstep.training.resume import NumericRecipe, resumed, set_aside
 from lockstep.training.saving import Saving
 from lockstep.training.steering import FILE, Steering, observer_states, restore_observers
 
-SETTLE_SECONDS = 10.0
-"""After an error, how long a save that is being written may take to end."""
-
 NEEDS_GROUP = True
 
 
@@ -138,7 +135,7 @@ class TrainTask(WatchedTask):
             raise
         finally:
             self.watch_thread.is_training = False
-            self.training.saving.settle(SETTLE_SECONDS)
+            self.training.saving.settle()
             self.end(status, metrics)
 
     def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
@@ -187,7 +184,6 @@ class TrainTask(WatchedTask):
 
     def subscribe_writers(self) -> None:
         """Subscribe the observers that write."""
-        self.recipe.folder.mkdir(parents=True, exist_ok=True)
         self.bus.subscribe(RunHistory(self.recipe.folder, began=self.began))
         if self.recipe.parallel.HAS_EQUAL_WORK:
             self.bus.subscribe(Stragglers(self.bus.publish))
@@ -282,8 +278,7 @@ class TrainTask(WatchedTask):
 
     def token_seconds(self) -> float | None:
         """Return the seconds that all processes would take for a token at the peak of matrix products."""
-        flops = self.parts.token_flops
-        if flops is None:
+        if (flops := self.parts.token_flops) is None:
             return None
         from lockstep.observe.profile.matmul_peak import peak_flops  # noqa: PLC0415 (for language models only)
 
@@ -328,7 +323,7 @@ class TrainTask(WatchedTask):
         try:
             return train(training)
         except Desync as error:
-            training.saving.settle(SETTLE_SECONDS)
+            training.saving.settle()
             training.saving.writer.cancel()
             if self.world.is_main:  # later checkpoints may mix weights of ranks that no longer agree
                 set_aside(self.checkpoints, error.equal_at, self.warn)
@@ -369,8 +364,7 @@ class TrainTask(WatchedTask):
             self.write_report()
 
     def final_digests(self, status: str) -> dict[str, str | None]:
-        """Return the weights' digests; None after a failure, when other ranks may be gone, unless this one holds
-        all."""
+        """Return the weights' digests; None after a failure of a rank that does not hold them all."""
         return self.parts.digests(is_collective=status != "failed" or self.world.size == 1)
 
     def skipped_samples(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 # All set-up of a fresh machine: .venv with pinned packages, and the shared folders. A second run changes nothing.
 # PYTHON, VENV and TORCH choose another Python, another folder and another version of torch.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3} venv=${VENV:-.venv}
 torch=${TORCH:-$(sed -n 's/^torch==//p' constraints.txt)}
@@ -16,7 +16,7 @@ torch=${TORCH:-$(sed -n 's/^torch==//p' constraints.txt)}
 }
 mkdir -p data models runs
 
-wanted=$(cat constraints.txt pyproject.toml setup.sh - <<<"$torch" | sha256sum)
+wanted=$(cat constraints.txt pyproject.toml scripts/setup.sh - <<<"$torch" | sha256sum)
 stamp=$venv/.lockstep-installed
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0

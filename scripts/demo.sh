@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole path in one go, on scikit-learn's digits: two processes train, then evaluate, then export.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 
 lockstep=.venv/bin/lockstep
 run=runs/demo-$(date +%Y%m%d-%H%M%S)
