@@ -21,6 +21,7 @@ import torch.distributed as dist
 import warm
 from browsing import opened_browser
 from cluster import Cluster, why_not
+from data_files import write_digits, write_news
 from fuzzing import Commands
 from places import DATA, GPU_TESTS_ON
 from rank_pool import Ranks
@@ -264,6 +265,17 @@ def shared_data():
     if not DATA.is_dir():
         pytest.skip("real MNIST and AG News are not at hand")
     return DATA
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory):
+    """Real MNIST and AG News where they are at hand, small data in their formats elsewhere."""
+    if DATA.is_dir():
+        return DATA
+    folder = tmp_path_factory.mktemp("data")
+    write_digits(folder / "mnist")
+    write_news(folder / "ag_news")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -296,9 +296,9 @@ def test_random_faults(tmp_path):
 
 
 @pytest.fixture(scope="module", params=[MNIST, TEXTS], ids=["mnist", "texts"])
-def work(request, tmp_path_factory, shared_data, minilm):
+def work(request, tmp_path_factory, data_folder, minilm):
     """A config, and the final state of its run, undisturbed on one process."""
-    config = request.param.replace("DATA", str(shared_data)).replace("MINILM", str(minilm))
+    config = request.param.replace("DATA", str(data_folder)).replace("MINILM", str(minilm))
     return config, undisturbed(tmp_path_factory.mktemp("plain"), config)
 
 

@@ -51,10 +51,10 @@ def test_faults_change_nothing(tmp_path, plain):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_chaos(tmp_path, shared_data, capsys):
+def test_chaos(tmp_path, data_folder, capsys):
     """75 random faults; prints the table of faults by kind and phase. Where the last copy of a part is lost, the run
     starts again from a checkpoint."""
-    config, began = MNIST.replace("DATA", str(shared_data)), time.monotonic()
+    config, began = MNIST.replace("DATA", str(data_folder)), time.monotonic()
     config = config.replace("every_steps: 50", "every_steps: 10").replace("steps: 2000", "steps: 900")
     reference = undisturbed(tmp_path, config)
     chaos = Chaos(tmp_path, config, processes=4, settings=SHARDED, often=PHASES)

@@ -18,7 +18,7 @@ import pytest
 import typer
 import warm
 import yaml
-from mnist_files import write_mnist
+from data_files import write_mnist
 from pages import PAGES, ROOT, blocks
 from PIL import Image
 

@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-from mnist_files import write_mnist
+from data_files import write_mnist
 from places import DATA, EXAMPLES, GPU_TESTS_ON
 from recipe_rows import Row, config_of, make_small_transformer
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 130
 """128 + SIGINT, as in shells."""
 ECHO_SECONDS = 1.0
-"""A second signal within this time may be a copy of the first, forwarded by a tool such as uv or make."""
+"""Time within which a second signal may be a copy of the first, forwarded by a launcher or a tool such as make."""
 _pressed_at: list[float] = []
 """Time of the first Ctrl-C (time.monotonic); empty before."""
 

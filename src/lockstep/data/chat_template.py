@@ -10,7 +10,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.base.errors import DataError
+from jinja2 import TemplateSyntaxError
+
+from lockstep.base.errors import DataError, ModelError
 from lockstep.data.chat_forms import Message, with_objects
 
 OBJECTS = re.compile(r"\b(arguments|function|call|tool_call)\b['\"\]]*\s*\|\s*(tojson|items)")
@@ -71,6 +73,11 @@ class Template:
                 )
         except MemoryError:
             raise
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"line {error.lineno} of the chat template of {self.tokenizer.name_or_path} is not Jinja "
+                f"({error.message}): correct its chat_template.jinja, or chat_template in tokenizer_config.json"
+            ) from error
         except Exception as error:  # of Jinja, and of transformers
             raise DataError(f"the chat template does not take this chat: {error}") from error
         return str(rendered)

@@ -15,7 +15,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lockstep.base.contracts import Source
-from lockstep.base.errors import DataError
+from lockstep.base.errors import DataError, LockstepError
 from lockstep.core.host.pretrained_files import load
 from lockstep.core.numerics.special_tokens import SpecialTokens
 from lockstep.data.chat_template import Template
@@ -311,11 +311,13 @@ def _pretrained(name: str, add_bos: AddBos, special: SpecialTokensInText) -> Par
     options = {} if add_bos == "auto" else {"add_bos_token": add_bos}
     try:
         found: Any = load(AutoTokenizer, name, **options)
+    except LockstepError:
+        raise
     except Exception as error:  # a damaged file can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(
-            f"cannot load data.tokenizer={name} (by default the model's own): {reason}; use bytes, bpe, a hub name or "
-            "a folder"
+            f"cannot load the tokenizer {name} ({reason}): set data.tokenizer to bytes, bpe, a folder or a hub name; "
+            "by default it is the model's own"
         ) from error
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id
     if end is None or not found.is_fast:

@@ -11,7 +11,6 @@ from torch import nn
 from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError, few
 from lockstep.base.model_contracts import Batch, Model, TensorPlan
-from lockstep.core.host.hub_access import hub_answers
 from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.deferred_init import is_fake
@@ -118,19 +117,15 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
     """Load with an auto class of transformers; `check` gets its transformers config before. Raises ModelError."""
     from transformers import AutoConfig
 
-    folder = Path(config.name)
-    if config.name.startswith(("/", ".", "~")) and not folder.is_dir():
-        raise ModelError(f"model.name={config.name}: there is no such folder")
     silence()
-    origin = {"revision": config.revision, "local_files_only": folder.is_dir() or not hub_answers()}
     try:
-        settings = load(AutoConfig, config.name, **origin)
+        settings = load(AutoConfig, config.name, revision=config.revision)
     except Exception:
         settings = None  # loading the model or its tokenizer reports it
     if settings is not None:
         check(settings)
     with reported(config):
-        return load(auto_class, config.name, **origin, **options)
+        return load(auto_class, config.name, revision=config.revision, **options)
 
 
 def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **options: Any) -> tuple[Any, list[str]]:
@@ -251,12 +246,14 @@ def reported(config: PretrainedSection) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged config or tokenizer can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
-            f"cannot load model.name={config.name}: {reason}\n"
-            "  It is neither a local folder with config.json, weights and tokenizer files, nor a model that can be\n"
-            "  fetched from the hub right now. Give a folder with model.name=PATH, or go online once: `lockstep data`\n"
-            "  fetches everything a config needs."
-        ) from error
+        if Path(config.name).is_dir():
+            mend = "the folder needs whole files: config.json, weights (model.safetensors) and those of the tokenizer"
+        else:
+            mend = (
+                "it is no folder here, and it could not be fetched from the hub: correct the name, or go online once; "
+                "`lockstep data CONFIG` fetches everything that a config needs"
+            )
+        raise ModelError(f"cannot load model.name={config.name} ({reason}): {mend}") from error
 
 
 def mismatches(loading: dict[str, Any], prefix: str = "") -> list[str]:

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pydantic
 import pytest
-from mnist_files import idx, write_mnist
+from data_files import idx, write_mnist
 from PIL import Image
 from places import DATA
 

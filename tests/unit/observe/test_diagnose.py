@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.base.errors import Desync
 from lockstep.core.host import activity, loader_stacks
-from lockstep.observe.diagnose.desync import RankComparison, checksum
+from lockstep.core.numerics.checksum import checksum
+from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.stacks import CodeLine, parsed, stack_of, telling
 from lockstep.training import loop_state

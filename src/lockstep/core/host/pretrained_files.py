@@ -12,6 +12,7 @@ from lockstep.base.errors import ModelError
 from lockstep.core.host.hub_access import hub_answers
 
 MAX_CONFIG_BYTES = 64 << 20
+TOKENIZER_FILE = re.compile(r"^tokeniz|vocab|dict\.txt$|\.(model|bpe|tiktoken|tokenizer)$|tekken|byte_maps")
 MAX_LAYERS, MAX_RANK = 10_000, 1 << 16
 CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
         "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
@@ -27,10 +28,14 @@ FOREIGN = {
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     """Load a config, tokenizer or model of transformers from a folder or the hub. Raises ModelError for settings that
-    name code and for a missing folder, and what transformers raises."""
-    _check_exists(Path(name))
+    name code and for a missing folder, and what transformers raises. The hub is asked only where it answers: its
+    client retries for minutes."""
+    _check_exists(name)
     check_folder(Path(name))
+    if auto_class.__name__ == "AutoTokenizer":
+        _check_tokenizer(Path(name))
     _refuse_kernels(auto_class)
+    options["local_files_only"] = Path(name).is_dir() or not hub_answers()
     # without the option, transformers asks on the terminal whether to import the code that config.json names
     found = auto_class.from_pretrained(name, **options, trust_remote_code=False)
     made = found[0] if isinstance(found, tuple) else found
@@ -40,18 +45,28 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     return found
 
 
-def _check_exists(folder: Path) -> None:
+def _check_exists(name: str | Path) -> None:
     """Raise ModelError for a missing folder: a name that the hub cannot have, or one in a folder here that the hub
     cannot be asked for, and that its cache does not hold."""
-    if folder.exists() or len(folder.parts) < 2:
+    folder, is_local = Path(name), str(name).startswith(("/", ".", "~"))
+    if folder.exists() or (len(folder.parts) < 2 and not is_local):
         return
-    is_local = folder.is_absolute() or len(folder.parts) > 2
+    is_local = is_local or len(folder.parts) > 2
     if not is_local and folder.parent.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         is_local = not isinstance(try_to_load_from_cache(str(folder), "config.json"), str) and not hub_answers()
     if is_local:
         raise ModelError(f"there is no folder {folder.absolute()}: correct its path, or name a model of the hub")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raise ModelError for a folder without files of a tokenizer, of which transformers would make an empty one."""
+    if folder.is_dir() and not any(TOKENIZER_FILE.search(each.name) for each in folder.iterdir()):
+        raise ModelError(
+            f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of, "
+            "or save them there with tokenizer.save_pretrained(FOLDER)"
+        )
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:

@@ -7,7 +7,6 @@ import numpy as np
 from PIL import Image
 
 from lockstep.base.errors import DataError
-from lockstep.core.host.hub_access import hub_answers
 from lockstep.core.host.pretrained_files import load
 
 PROBES = ((48, 64), (64, 48))
@@ -27,11 +26,10 @@ class ImageProcessor:
         """`name`: a name on the hub, or a folder."""
         from transformers import AutoConfig, AutoImageProcessor
 
-        origin = {"local_files_only": Path(name).is_dir() or not hub_answers()}
         try:
-            settings: Any = load(AutoConfig, name, **origin)
+            settings: Any = load(AutoConfig, name)
             # not torchvision, which a machine may lack: its pixels differ
-            self.processor: Any = load(AutoImageProcessor, name, backend="pil", **origin)
+            self.processor: Any = load(AutoImageProcessor, name, backend="pil")
         except Exception as error:  # a damaged file can raise anything inside the libraries
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise DataError(
@@ -92,9 +90,8 @@ class FeatureExtractor:
         """`name`: a name on the hub, or a folder."""
         from transformers import AutoFeatureExtractor
 
-        origin = {"local_files_only": Path(name).is_dir() or not hub_answers()}
         try:
-            self.extractor: Any = load(AutoFeatureExtractor, name, **origin)
+            self.extractor: Any = load(AutoFeatureExtractor, name)
             self.rate = int(self.extractor.sampling_rate)
             self.column = str(self.extractor.model_input_names[0])
             probes = [self._answer(np.zeros(int(self.rate * each), np.float32)) for each in PROBE_SECONDS]

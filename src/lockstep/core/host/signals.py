@@ -8,13 +8,12 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from lockstep.base.ctrl_c import ECHO_SECONDS
 from lockstep.base.errors import Interrupted
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 CTRL_C_SECONDS = 4.0
 """Seconds after Ctrl-C at which a process that has not reached its step's end exits (the run stays resumable)."""
-ECHO_SECONDS = 1.0
-"""Seconds within which signals count as one: a launcher forwards what the terminal has sent already."""
 
 
 class SignalWatch:

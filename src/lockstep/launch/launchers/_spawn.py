@@ -35,9 +35,6 @@ from lockstep.launch.launchers._spawned_rank import RankStart, error_file, run
 
 POLL_SECONDS = 0.25
 
-ECHO_SECONDS = 1.0
-"""Signals this close together count as one: a terminal sends Ctrl-C to every process, and so does this one."""
-
 
 class Spawn(OwnProcess):
     def __init__(self, config: LaunchSection, *, threads: int, shards: int) -> None:
@@ -191,7 +188,7 @@ class SpawnedWorkers:
             self.received, self._received_at = signal.Signals(number), now
             self.deadline = now + self.grace_seconds
             self._send(self.received)
-        elif now - self._received_at > ECHO_SECONDS:
+        elif now - self._received_at > ctrl_c.ECHO_SECONDS:
             self.deadline = now
 
     def _send(self, number: signal.Signals) -> None:

@@ -10,16 +10,10 @@ from torch import Tensor
 from lockstep.base.errors import Desync
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.activity import waiting_in
+from lockstep.core.numerics.checksum import checksum
 from lockstep.observe.diagnose.hang_verdict import ranks_text
 
 MOST_NAMED = 3
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, int64 0-dim: one changed bit always changes it, the order does not."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.detach().view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
 
 class RankComparison:
