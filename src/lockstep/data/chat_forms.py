@@ -13,6 +13,7 @@ from lockstep.data.in_memory import PlainTexts
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 """Role in ShareGPT's format -> role in chat templates."""
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FORMS = (("conversations",), ("prompt", "completion"), ("instruction", "output", "input", "system"))
 """Columns of other formats: ShareGPT, prompt and completion, Alpaca. The first two of each are required."""
 
@@ -21,7 +22,8 @@ def messages_of(given: Any) -> list[Message]:
     """Return messages as templates take them: parts joined to one text, null values dropped except the content beside
     tool calls. Raises DataError."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise DataError('a chat is a list of messages such as {"role": "user", "content": "..."}')
+        what = "an empty list" if given == [] else "no list of messages"
+        raise DataError(f'the chat is {what}: write messages such as {{"role": "user", "content": "..."}}')
     return [_message(each, f"message {number}") for number, each in enumerate(given, 1)]
 
 

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from lockstep.base.errors import few
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.chat_forms import Chats
@@ -36,6 +38,18 @@ def how_learned(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> It
             f"{int(tokens.lengths.max()):,}: each is cut into several samples, of which the later ones do not see its "
             "beginning"
         )
+    if cut := _cut(tokens.offsets, context):
+        yield (
+            f"{cut:,} of {samples:,} chats stand across the end of a sample of data.context={context} tokens: what "
+            "follows is learned without their beginning; a larger data.context cuts fewer"
+        )
+
+
+def _cut(offsets: np.ndarray, context: int) -> int:
+    """Return the number of rows, of at most `context` tokens, that windows of so many tokens cut in two; offsets int64
+    [n + 1]."""
+    first, last = offsets[:-1], offsets[1:] - 1
+    return int(((first // context < last // context) & (last - first < context)).sum())
 
 
 def _first_fault(tokens: Tokens, tokenizer: ChatTokenizer) -> str:

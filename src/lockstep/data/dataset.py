@@ -22,6 +22,9 @@ from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.data.token_cache import TokenizedStream, Tokens, tokenized
 from lockstep.data.torch_dataset import DatasetSource
 
+REMAINDER = 0.01
+"""Share of a split's tokens that fill no sample, from which on a run reports them."""
+
 
 class EvenRows:
     """Indices of `count` samples spread evenly over `whole`, computed on access: they take no memory. Where both are
@@ -147,14 +150,25 @@ def packed(
     publish: Callable[[object], None] = lambda _: None,
     is_checked: bool = False,
 ) -> Windows:
-    """Tokenize texts, join them, and cut them into samples of section.context tokens."""
+    """Tokenize texts, join them, and cut them into samples of section.context tokens. Raises DataError."""
     tokens = with_tokens(source, section, tokenizer, publish=publish, is_checked=is_checked)
     assert isinstance(tokens, Tokens)  # no source of such texts is a stream
+    remarks = list[str]()
     if isinstance(tokenizer, ChatTokenizer):
-        remarks = [*left_out(tokens, tokenizer)]
+        remarks += left_out(tokens, tokenizer)
         if split == "train":
             remarks += how_learned(tokens, tokenizer, context=section.context)
-        for remark in remarks:
-            publish(Warned(message=remark))
     starts = document_starts(tokens) if section.documents == "apart" else None
-    return Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)
+    try:
+        windows = Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)
+    except DataError as error:
+        more = ", data.test_fraction to more, or data.test to a file" if split == "test" else ""
+        raise DataError(f"the {split} split: {error}{more}") from None
+    if windows.remainder() > REMAINDER * len(windows.ids):
+        remarks.append(
+            f"the last {windows.remainder():,} of {len(windows.ids):,} tokens of the {split} split fill no sample of "
+            f"data.context={section.context}, and are left out"
+        )
+    for remark in remarks:
+        publish(Warned(message=remark))
+    return windows

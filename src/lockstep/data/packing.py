@@ -66,7 +66,8 @@ class Windows:
     def __init__(
         self, tokens: Tokens, token_bytes: np.ndarray, *, context: int, starts: np.ndarray | None = None
     ) -> None:
-        """`starts`: of documents that are kept apart. Raises DataError for fewer tokens than one sample takes."""
+        """`starts`: first tokens of documents that are kept apart. Raises DataError for fewer tokens than one sample
+        takes."""
         self.tokens, self.token_bytes, self.context, self.starts = tokens, token_bytes, context, starts
         self.ids = tokens.ids
         self.spec = DataSpec(
@@ -74,13 +75,16 @@ class Windows:
         )
         if len(self) == 0:
             raise DataError(
-                f"a split holds only {len(self.ids):,} tokens of text, too few for a sample of data.context={context} "
-                "and the token after it: name more text, set data.context to less, or, where it is the test split, "
-                "data.test_fraction to more, or data.test"
+                f"it holds only {len(self.ids):,} tokens of text, too few for a sample of data.context={context} and "
+                "the token after it: name more text, or set data.context to less"
             )
 
     def __len__(self) -> int:
         return max(0, len(self.ids) - 1) // self.context
+
+    def remainder(self) -> int:
+        """Return the number of tokens at the end that fill no sample."""
+        return len(self.ids) - 1 - len(self) * self.context
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """Return {"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for,
