@@ -116,6 +116,14 @@ def test_a_completion(server, client, name):
         ({"messages": []}, "BadRequestError", "messages: list should have at least 1 item"),
         ({"temperature": -1}, "BadRequestError", "temperature: input should be greater than or equal to 0"),
         (
+            {"response_format": {"type": "json_object"}},
+            "BadRequestError",
+            'response_format: {"type": "json_object"} is',
+        ),
+        ({"logprobs": True}, "BadRequestError", "logprobs: true is not supported: leave it out"),
+        ({"tool_choice": "required"}, "BadRequestError", 'tool_choice: "required" is not supported'),
+        ({"messages": [{"role": "user"}]}, "BadRequestError", "messages.0.content: is missing"),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
             "BadRequestError",
             "message 1 has a part of the type 'image_url': only parts that are texts are read",
@@ -127,6 +135,7 @@ def test_mistakes(client, name, change, kind, says):
     with pytest.raises(getattr(openai, kind)) as error:
         client.chat.completions.create(**asked)
     assert says in error.value.body["message"], error.value.body
+    assert error.value.code == ("model_not_found" if kind == "NotFoundError" else None)
     assert error.value.body["type"] == "invalid_request_error"
 
 

@@ -5,6 +5,7 @@ meaning here are ignored, and named in the header `x-ignored-fields`.
 """
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -22,11 +23,19 @@ from lockstep.inference.serving.request_inputs import Filled, InvalidInput
 from lockstep.inference.serving.service import GenerationService
 
 PREFIX, IGNORED = "/v1/", "x-ignored-fields"
-MOST_CHOICES, MOST_NAMED = 16, 20
+MOST_CHOICES, MOST_NAMED, MOST_QUOTED = 16, 20, 60
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 """Reason why a completion ended -> its name in the protocol."""
 ROLES = {"developer": "system"}
 """Role of newer clients -> its name in chat templates."""
+REFUSED: dict[str, Sequence[Any]] = {
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "auto", "none"),
+}
+"""Fields without which the answer would be another one, and the values that ask for nothing."""
 Prompt = str | list[Message]
 
 
@@ -73,6 +82,15 @@ class ClientRequest(Tolerant):
     stream_options: StreamOptions | None = None
     truncate: bool = False
 
+    def refused(self) -> list[tuple[str, str]]:
+        """Return fields that ask for what there is not, and the reason."""
+        given = self.model_extra or {}
+        return [
+            (name, f"{json.dumps(given[name])[:MOST_QUOTED]} is not supported: leave it out")
+            for name, harmless in REFUSED.items()
+            if given.get(name) not in harmless
+        ]
+
     def sampling(self, generator: Generator, number: int) -> Sampling:
         """Return the sampling of choice `number`; where nothing limits it, it may fill the model's context."""
         longest = min(MOST_TOKENS, generator.context)
@@ -96,6 +114,14 @@ class ChatRequest(ClientRequest):
 
     def sampling(self, generator: Generator, number: int) -> Sampling:
         return replace(super().sampling(generator, number), tools=self.tools)
+
+    def refused(self) -> list[tuple[str, str]]:
+        empty = [
+            (f"messages.{number}.content", "is missing")
+            for number, each in enumerate(self.messages)
+            if each.content is None and each.role != "assistant"
+        ]
+        return [*super().refused(), *empty]
 
     def prompts(self) -> list[Prompt]:
         return [[each.plain() for each in self.messages]]
@@ -127,6 +153,8 @@ class Answer:
         assert isinstance(generator, Generator)
         facts, choices = generator.facts, asked.n or 1
         check_name(generator, asked.model)
+        if refused := asked.refused():
+            raise InvalidInput(refused)
         if isinstance(asked, ChatRequest) and asked.max_completion_tokens:
             asked.max_tokens = asked.max_completion_tokens
         self.is_chat, self.asked = isinstance(asked, ChatRequest), asked
@@ -249,7 +277,9 @@ async def _respond(service: GenerationService, asked: ChatRequest | CompletionRe
 def check_name(model: Any, name: str | None) -> None:
     """Raise InvalidInput for the name of another model; its name may be left out."""
     if name not in (None, "", model.facts.name, model.facts.title):
-        raise InvalidInput([("model", f"this server has {model.facts.name}, and no {name!r}")], status=404)
+        raise InvalidInput(
+            [("model", f"this server has {model.facts.name}, and no {name!r}")], status=404, code="model_not_found"
+        )
 
 
 def _model(service: GenerationService) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lockstep.base.events import (
 from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 
 EVALUATION = "evaluating"
-MOST_SHOWN = 160
+MOST_SHOWN, PROMPT_SHOWN = 160, 60
 """Length limit of a generated text."""
 
 
@@ -94,7 +94,9 @@ class ProgressLines:
     @notice.register
     def _(self, event: TextsGenerated) -> None:
         for sample in event.samples[:1]:
-            text = escape_name(" ".join(f"{sample.prompt}|{sample.text}".split()))
+            is_long = len(sample.prompt) > PROMPT_SHOWN
+            prompt = f"... {sample.prompt[-PROMPT_SHOWN:]}" if is_long else sample.prompt
+            text = escape_name(" ".join(f"{prompt}|{sample.text}".split()))
             self.print(f"after step {event.step} it writes: {text[:MOST_SHOWN]}", "dim")
 
     @notice.register
