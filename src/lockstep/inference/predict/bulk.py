@@ -19,7 +19,7 @@ from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predict import output_writer
 from lockstep.inference.predict.chunk_files import ChunkFiles
 from lockstep.inference.predict.chunk_worker import ChunkRequest, ChunkTask, PredictedColumns
-from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput, open_input, serialize
+from lockstep.inference.predict.input_rows import CHAT, CHUNK_ROWS, PredictionInput, open_input, serialize
 from lockstep.inference.predict.input_scan import InputScan, is_words, scan_input
 from lockstep.inference.predict.worker_pool import CommandProcess, WorkerPool
 from lockstep.inference.predictor import DTypeName
@@ -183,7 +183,7 @@ class BulkPrediction:
                 f"{source.path} has a column {clash!r} already: rename it there, or have the names of the new columns "
                 "begin with something, such as --prefix predicted_"
             )
-        schema = pa.schema([*scan.schema, *fields])
+        schema = pa.schema([*(field for field in scan.schema if field.name != CHAT), *fields])
         output_writer.check(schema, self.options.out)
         return schema
 

@@ -24,7 +24,7 @@ from lockstep.core.numerics.word_tokens import joined
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.generator import Completion, Generator
 from lockstep.inference.generation.sampling import Sampling
-from lockstep.inference.predict.input_rows import deserialize
+from lockstep.inference.predict.input_rows import CHAT, deserialize
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
 from lockstep.inference.trained_model import open_predictor
 from lockstep.models.objectives._objective import PredictingObjective, finite
@@ -188,6 +188,8 @@ class ChunkTable(ABC):
         """Predict a chunk and write it. Raises ModelError, and DataError also for a full disk."""
         table = deserialize(request.rows)
         values = [_text(value) for value in table.column(self.task.columns.source).to_pylist()]
+        if CHAT in table.column_names:
+            table = table.drop_columns([CHAT])
         for name, column in self.columns(values, request.first_row).items():
             table = table.append_column(name, column)
         buffer = pa.BufferOutputStream()

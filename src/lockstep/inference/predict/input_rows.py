@@ -27,6 +27,8 @@ FILE_COLUMN = "file"
 """Column of paths, relative to the input folder."""
 ROW = "\x1frow"
 """Column with a whole row of JSON, where the output keeps it as it is: besides it only the texts are a column."""
+CHAT = "\x1fchat"
+"""Column of the chats that are answered, as JSON; the output has the input's own."""
 Reader = Callable[[Path, str], Iterable[pa.Table]]
 
 
@@ -36,7 +38,7 @@ class PredictionInput:
 
     path: Path
     column: str
-    """Column of the texts, or of the files' paths."""
+    """Column of the texts, of the files' paths, or CHAT."""
     reader: Reader
     modality: str = "text"
     has_chats: bool = False
@@ -81,12 +83,10 @@ def open_input(
     if READERS[form] is not _read_json:
         return PredictionInput(path=path, column=text_column, reader=READERS[form])
     chats = next(iter(_chat_columns(path, messages_column)), None) if messages_column else None
-    column, has_chats, names = chats or text_column, chats is not None, set[str]()
-    keeps = out is not None and out.suffix.lower() == ".jsonl"
-    reader = (
-        partial(_read_rows, names=names, has_chats=has_chats) if keeps else partial(_read_json, has_chats=has_chats)
-    )
-    return PredictionInput(path=path, column=column, reader=reader, has_chats=has_chats, names=names)
+    names, keeps = set[str](), out is not None and out.suffix.lower() == ".jsonl"
+    reader = partial(_read_rows, names=names, chats=chats) if keeps else partial(_read_json, chats=chats)
+    column = CHAT if chats else text_column
+    return PredictionInput(path=path, column=column, reader=reader, has_chats=chats is not None, names=names)
 
 
 def _chat_columns(path: Path, messages_column: str) -> Sequence[str]:
@@ -149,43 +149,46 @@ def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch])
 
 
-def _read_json(path: Path, column: str, *, has_chats: bool = False) -> Iterator[pa.Table]:
+def _read_json(path: Path, column: str, *, chats: str | None = None) -> Iterator[pa.Table]:
     """Yield columns of JSON: a row that lacks a name has null there."""
-    rows = _json_rows(path, column, has_chats=has_chats)
+    rows = _json_rows(path, column, chats=chats)
     while chunk := [row for row, _ in islice(rows, CHUNK_ROWS)]:
         yield _table(chunk)
 
 
-def _read_rows(path: Path, column: str, *, names: set[str], has_chats: bool = False) -> Iterator[pa.Table]:
+def _read_rows(path: Path, column: str, *, names: set[str], chats: str | None = None) -> Iterator[pa.Table]:
     """Yield the texts of JSON, each beside its whole row; adds to `names`."""
-    rows = _json_rows(path, column, has_chats=has_chats)
+    rows = _json_rows(path, column, chats=chats)
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        names.update(name for row, _ in chunk for name in row)
+        names.update(name for row, _ in chunk for name in row if name != CHAT)
         yield _table([{column: row[column], ROW: text} for row, text in chunk])
 
 
-def _json_rows(path: Path, column: str, *, has_chats: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield rows and their JSON; chats are JSON in the rows, too, without a final answer of the assistant. Raises
-    ValueError for half of a surrogate pair, which no output can hold, and for what is no chat."""
-    for number, row in tables.json_rows(path, partial(_check_columns, column)):
+def _json_rows(path: Path, column: str, *, chats: str | None) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield rows and their JSON; those with a column of chats have CHAT, and what is no plain value in them as JSON.
+    Raises ValueError for half of a surrogate pair, which no output can hold, and for what is no chat."""
+    for number, row in tables.json_rows(path, partial(_check_columns, chats or column)):
         try:
             text = json.dumps(row, ensure_ascii=False)
             text.encode()
-            yield {**row, column: _chat_json(row, column)} if has_chats else row, text
+            yield _with_chat(row, chats) if chats else row, text
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         except DataError as error:
             raise DataError(f"line {number} of {path}: {error}") from None
 
 
-def _chat_json(row: dict[str, Any], column: str) -> str:
-    """Return the messages of a chat without an answer at its end, and its tool schemas, as JSON. Raises DataError."""
+def _with_chat(row: dict[str, Any], column: str) -> dict[str, Any]:
+    """Return a row with its chat as JSON in CHAT: messages without an answer at the end, and tool schemas. Raises
+    DataError."""
     messages = messages_of(row[column])
     while messages and messages[-1]["role"] == ASSISTANT:
         messages.pop()
     if not messages:
         raise DataError("every message is of the assistant: nothing is asked")
-    return json.dumps({"messages": messages, "tools": tools_of(row.get("tools"))}, ensure_ascii=False)
+    chat = {"messages": messages, "tools": tools_of(row.get("tools"))}
+    nested = {key: value for key, value in row.items() if isinstance(value, list | dict)}
+    return row | {key: json.dumps(value, ensure_ascii=False) for key, value in {**nested, CHAT: chat}.items()}
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
