@@ -215,7 +215,7 @@ def test_data_without_tokens_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (["model.name=./none"], "there is no such folder"),
+        (["model.name=./none"], "there is no folder"),
         (["data.context=65", "launch.processes=2"], "positions for 64 tokens, but a sample of the data has 65: set data.context=64"),
         (["data.tokenizer=bpe", "data.vocabulary=330"], "has embeddings of 320 tokens, but the data's tokenizer has 330: set"),
         (["model.objective=regression"], "model.kind=causal_lm predicts the next token: set causal_lm or auto, not regression"),

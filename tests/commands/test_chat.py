@@ -207,7 +207,7 @@ def test_the_same_bits_and_answers(folder):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"messages": []}', "a chat is a list of messages"),
+        ('{"messages": []}', "the chat is an empty list: write messages such as"),
         ('{"messages": [{"role": "user"}]}', "message 1 has no text 'content'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message has the role 'assistant'"),
         ('{"text": "x"}', "has no 'messages': name the list of messages with data.messages_column"),
