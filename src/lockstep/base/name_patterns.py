@@ -38,7 +38,8 @@ def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str, nou
 
 
 def _describe_unmatched(pattern: str, names: Sequence[str], aliases: Any) -> str:
-    known = list(dict.fromkeys(alias for each in aliases for alias in each))
+    parts = [part for name in names for part in name.split(".") if not part.isdigit()]
+    known = list(dict.fromkeys([*(alias for each in aliases for alias in each), *parts]))
     some = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
     return f"{pattern!r} matches no parameter or module of the model{nearest(pattern, known)} (its parameters: {some})"
 

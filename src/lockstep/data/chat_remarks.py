@@ -10,8 +10,8 @@ from lockstep.data.chat import ChatTokenizer
 from lockstep.data.chat_forms import Chats
 from lockstep.data.token_cache import TextFault, Tokens, chunks, place_of
 
-USED = {"role", "content", "train", "weight"}
-"""Keys of messages that Lockstep itself uses."""
+USED = {"role", "content", "train", "weight", "tool_call_id"}
+"""Keys of messages that Lockstep itself uses, or that tell a template nothing."""
 
 
 def left_out(tokens: Tokens, tokenizer: ChatTokenizer) -> Iterator[str]:
