@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-gpu soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-gpu durations soak chaos bench-check check docs pictures format
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,10 @@ test: setup
 # make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
 	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=15 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+
+# How long each file of tests takes, by which later runs share them out: tests/durations.json.
+durations: setup packages
+	LOCKSTEP_TEST_DURATIONS=write $(MAKE) test-all
 
 # The test suite under the other versions of Python and torch that Lockstep supports, each in a venv of its own.
 test-versions:

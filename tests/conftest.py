@@ -1,8 +1,9 @@
-"""Real process groups for tests: warm worker processes that are started once and joined into groups as asked."""
+"""Fixtures and rules of the whole suite: how files are shared out, which skips count, and that no test leaves anything."""
 
 import atexit
 import faulthandler
 import gc
+import json
 import multiprocessing
 import os
 import pathlib
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from multiprocessing import forkserver
 
@@ -23,7 +25,7 @@ from browsing import opened_browser
 from cluster import Cluster, why_not
 from data_files import write_digits, write_news
 from fuzzing import Commands
-from places import DATA, GPU_TESTS_ON
+from places import DATA, GPU_TESTS_ON, TESTS
 from rank_pool import Ranks
 from xdist.scheduler import LoadFileScheduling
 
@@ -55,43 +57,16 @@ SKIPS = (
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes", "test_live_nodes")
 """Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
-SLOWEST = (
-    "test_live_replicas",
-    "test_live",
-    "test_documented_commands",
-    "test_scripts",
-    "test_spawn",
-    "test_lessons",
-    "test_training",
-    "test_objectives",
-    "test_estimate",
-    "test_prove",
-    "test_transformer",
-    "test_generation",
-    "test_fuzz_files",
-    "test_fuzz_readers",
-    "test_steering",
-    "test_strategies",
-    "test_causal_lm",
-    "test_scale",
-    "test_sweep",
-    "test_token_classification",
-    "test_gpt",
-    "test_first_steps",
-    "test_torchrun",
-    "test_own_loop",
-    "test_matrix",
-    "test_order",
-    "test_chat",
-)
-"""Others that begin first where several processes share the suite, so that none of them is left for the end."""
+DURATIONS = TESTS / "durations.json"
+"""Seconds of each file of tests, as `make durations` has measured them."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    """Begin with the files that sleep, and go on with the slowest, so that none of them is left for the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        first = [*SLEEPING, *SLOWEST]
-        items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
+        seconds = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: (item.path.stem not in SLEEPING, -seconds.get(item.path.stem, 0)))
 
 
 def pytest_collection_finish():
@@ -150,11 +125,22 @@ def pytest_sessionfinish(session, exitstatus):
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("LOCKSTEP_TEST_DURATIONS") == "write":
+        write_durations(report for each in reporter.stats.values() for report in each)
     skips = [report.longrepr[2] for report in reporter.stats.get("skipped", [])] if os.environ.get("CI") else []
     unknown = [text for text in skips if not text.removeprefix("Skipped: ").startswith(SKIPS)]
     if unknown and exitstatus == 0:
         reporter.write_line(f"skipped without need: {unknown}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def write_durations(reports):
+    seconds = Counter()
+    for report in reports:
+        if hasattr(report, "duration") and hasattr(report, "nodeid"):
+            seconds[pathlib.Path(report.nodeid.partition("::")[0]).stem] += report.duration
+    rounded = {name: round(value) for name, value in sorted(seconds.items()) if value >= 1}
+    DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 @pytest.fixture

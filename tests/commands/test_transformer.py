@@ -165,7 +165,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, kind):
     from transformers import AutoConfig
 
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"has no tokenizer: .* tokenizer\.save_pretrained\(FOLDER\)"):
+    with pytest.raises(ModelError, match=r"holds no tokenizer: .* tokenizer\.save_pretrained\(FOLDER\)"):
         transformer.tokenizer(transformer.Config(kind="transformer", name=str(tmp_path)))
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from places import EXAMPLES, TESTS
 from places import ROOT as REPOSITORY
 
 from lockstep.base import plugins
 from lockstep.base.contracts import HOOKS
 
-ROOT, TESTS = REPOSITORY / "src" / "lockstep", REPOSITORY / "tests"
+ROOT = REPOSITORY / "src" / "lockstep"
 FLOORS = [
     ["base.errors", "base.contracts", "base.socket_folder", "base.loading_line"],
     ["base.storage"],
@@ -60,7 +61,6 @@ FAMILIES = [
     "launch/launchers",
 ]
 FAMILIES += ["observe/sinks", "cli"]
-EXAMPLES = ROOT.parents[1] / "examples"
 STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))
 MOST_ENTRIES, MOST_LINES = 16, 400
 PLUGIN_CLASSES = ("Config", "Note")

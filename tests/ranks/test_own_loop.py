@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import warm
 from own_loops import SIZES, Net, Points, halved, losses, trained
-from places import ROOT
+from places import ROOT, SUPPORT
 from torch.optim import lr_scheduler
 
 import lockstep
@@ -101,7 +101,7 @@ def together(folder):
 def test_a_run_from_a_config_has_the_same_bits(ranks, tmp_path):
     """With BatchNorm, dropout, bf16, clipping, random numbers in the data, an unused head, and an optimizer and a
     schedule of the script's."""
-    (tmp_path / "user.py").write_text(USER.format(tests=str(ROOT / "tests")))
+    (tmp_path / "user.py").write_text(USER.format(tests=str(SUPPORT)))
     settings = ["data.kind=user", "data.file=user.py", "model.kind=user", "model.file=user.py", "run.seed=3"]
     settings += ["optim.kind=user", "optim.lr=0.05", "optim.clip=0.1", "schedule.shape=user"]
     settings += ["train.global_batch=24", "train.micro_batch=8", "train.epochs=2", "train.precision=bf16"]

@@ -5,6 +5,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+TESTS = ROOT / "tests"
 SUPPORT = pathlib.Path(__file__).parent
 OWN = SUPPORT / "own"
 """Files of users."""

@@ -29,8 +29,6 @@ from lockstep.models._pretrained import (
 from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
 
-MIN_VOCABULARY = 3
-"""Tokens besides the special ones; without tokenizer files, transformers makes up a tokenizer with 0 to 2."""
 SHORT = 256
 """Tokens up to which plain attention is faster on a CPU."""
 LONG = 4096
@@ -198,11 +196,6 @@ class PretrainedTokenizer:
             )
         if self.has_words and getattr(self.tokenizer, "add_prefix_space", None) is False:  # words begin with a space
             self.tokenizer = from_pretrained(AutoTokenizer, config, check=check, add_prefix_space=True)
-        if len(self.tokenizer) - len(set(self.tokenizer.all_special_ids)) < MIN_VOCABULARY:
-            raise ModelError(
-                f"model.name={config.name} has no tokenizer: no text would become more than special tokens. Save it "
-                "beside the model, with tokenizer.save_pretrained(FOLDER)"
-            )
         self.size = max(self.tokenizer.get_vocab().values()) + 1
         """Number of embeddings that it needs, the largest token id + 1."""
         mend = "save the tokenizer that the model was trained with beside it"

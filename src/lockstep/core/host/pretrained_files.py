@@ -12,7 +12,8 @@ from lockstep.base.errors import ModelError
 from lockstep.core.host.hub_access import hub_answers
 
 MAX_CONFIG_BYTES = 64 << 20
-TOKENIZER_FILE = re.compile(r"^tokeniz|vocab|dict\.txt$|\.(model|bpe|tiktoken|tokenizer)$|tekken|byte_maps")
+MIN_VOCABULARY = 3
+"""Number of ordinary tokens; where a folder has no tokenizer, transformers makes up one with 0 to 2."""
 MAX_LAYERS, MAX_RANK = 10_000, 1 << 16
 CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
         "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
@@ -32,12 +33,12 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     client retries for minutes."""
     _check_exists(name)
     check_folder(Path(name))
-    if auto_class.__name__ == "AutoTokenizer":
-        _check_tokenizer(Path(name))
     _refuse_kernels(auto_class)
     options["local_files_only"] = Path(name).is_dir() or not hub_answers()
     # without the option, transformers asks on the terminal whether to import the code that config.json names
     found = auto_class.from_pretrained(name, **options, trust_remote_code=False)
+    if auto_class.__name__ == "AutoTokenizer":
+        _check_tokenizer(found, name)
     made = found[0] if isinstance(found, tuple) else found
     parts: list[dict[str, Any]] = [made.__dict__, getattr(made, "config", made).__dict__]
     for settings in (*parts, getattr(made, "init_kwargs", {})):
@@ -60,11 +61,12 @@ def _check_exists(name: str | Path) -> None:
         raise ModelError(f"there is no folder {folder.absolute()}: correct its path, or name a model of the hub")
 
 
-def _check_tokenizer(folder: Path) -> None:
-    """Raise ModelError for a folder without files of a tokenizer, of which transformers would make an empty one."""
-    if folder.is_dir() and not any(TOKENIZER_FILE.search(each.name) for each in folder.iterdir()):
+def _check_tokenizer(tokenizer: Any, name: str | Path) -> None:
+    """Raise ModelError for a tokenizer that transformers has made up, where a folder holds none: it knows special
+    tokens alone, so every text would be the same."""
+    if len(tokenizer) - len({*tokenizer.all_special_ids}) < MIN_VOCABULARY:
         raise ModelError(
-            f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of, "
+            f"{name} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of, "
             "or save them there with tokenizer.save_pretrained(FOLDER)"
         )
 
