@@ -156,6 +156,7 @@ def test_more_of_a_form(tmp_path):
         ([{"role": "assistant", "content": None}], "message 1 has no text 'content'"),
         ([ASK, {"from": 3, "value": "x"}], "message 2 has no text 'role'"),
         ("one or two?", "the chat is no list of messages"),
+        ([{"role": ["user"], "tool_calls": [{}]}], "message 1 has no text 'role'"),
         ([ASK, "two"], "message 2 has no text 'role'"),
     ],
 )

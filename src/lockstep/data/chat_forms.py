@@ -36,7 +36,8 @@ def _message(given: Any, name: str) -> Message:
     if message.get("tool_calls"):
         message.setdefault("content", None)
     for key in ("role", "content"):
-        if not isinstance(message.get(key), str) and not (key in message and message.get("tool_calls")):
+        has_calls = key == "content" and key in message and message.get("tool_calls")
+        if not isinstance(message.get(key), str) and not has_calls:
             raise DataError(f"{name} has no text {key!r}")
     return message
 

@@ -159,12 +159,13 @@ def _rows_by_name(network: Any, before: list[str], names: list[str], *, new: set
     inner, rows = f"{network.base_model_prefix}.", len(names)
     last = {name: p for name, p in network.named_parameters() if not name.startswith(inner) and len(p) == rows}
     is_unnamed = before == [f"LABEL_{n}" for n in range(rows)]
-    numbered = [str(n) for n in range(rows)] if is_unnamed else before
-    if numbered == names or new & last.keys() or not last:
+    if is_unnamed and sorted(before) != sorted(names):  # class n of data whose classes are numbers
+        before = [str(n) for n in range(rows)]
+    if before == names or new & last.keys() or not last:
         return []
     layers = {name.rpartition(".")[0] for name in last}
-    if sorted(numbered) == sorted(names) and len(set(names)) == rows and len(layers) == 1:
-        order = [numbered.index(name) for name in names]
+    if sorted(before) == sorted(names) and len(set(names)) == rows and len(layers) == 1:
+        order = [before.index(name) for name in names]
         with torch.no_grad():
             for parameter in last.values():
                 parameter.copy_(parameter[order])

@@ -83,6 +83,13 @@ def test_numbered_classes_are_those_of_an_unnamed_head(classifier):
     assert all(torch.equal(found[str(n)], trained[f"LABEL_{n}"]) for n in range(3))
 
 
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1", "LABEL_2"), ("LABEL_2", "LABEL_0", "LABEL_1")])
+def test_classes_may_have_the_names_of_an_unnamed_head(classifier, names):
+    folder, trained = classifier("LABEL_0", "LABEL_1", "LABEL_2")
+    found, _ = taken_over(folder, DataSpec(modality="text", labels=names))
+    assert all(torch.equal(found[name], trained[name]) for name in names)
+
+
 def test_the_one_number_of_a_regression_is_taken_over(classifier):
     folder, trained = classifier("LABEL_0")
     found, notes = taken_over(folder, DataSpec(modality="text", numbers=("stars",)))
