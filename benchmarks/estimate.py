@@ -31,7 +31,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 from lockstep.tools.estimate.estimation import ForecastRow, estimate
 from lockstep.tools.estimate.machine_measurement import EstimateOptions
 

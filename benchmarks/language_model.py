@@ -32,8 +32,8 @@ from lockstep.base.contracts import DataSpec
 from lockstep.core.distributed.process_group import device_model
 from lockstep.models._gpt import GPT
 from lockstep.models.gpt import Config
-from lockstep.run import recipe as recipes
-from lockstep.run.splits import open_splits
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.splits import open_splits
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.yaml"
 WORLD, WARM_UP = 2, 10

@@ -28,8 +28,8 @@ from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
 

@@ -28,8 +28,8 @@ from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 from lockstep.training.step import step
 
 sys.path.insert(0, str(Path(__file__).parent))

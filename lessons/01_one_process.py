@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 STEPS, BATCH, RATE = 69, 64, 0.1  # three epochs
 

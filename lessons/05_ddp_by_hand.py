@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 
 def build(options=None, spec=None):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

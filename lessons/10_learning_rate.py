@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 TRAIN, TEST = teaching.digits("train"), teaching.digits("test")  # 1,442 and 355 images
 

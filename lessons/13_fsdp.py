@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 
 class Recorder(TorchDispatchMode):

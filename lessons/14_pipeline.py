@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 
 def show(stages, micro_batches):  # a row per stage, a column per tick: the time of a forward (F) or backward (B) pass

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # noqa: TID253
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lockstep.tools import teaching
+from lockstep.run import teaching
 
 
 def build(options=None, spec=None):

@@ -140,7 +140,7 @@ def run(sections: Mapping[str, Any], given: argparse.Namespace) -> int:
     Under torchrun, every process calls this, and does its part.
     """
     from lockstep.base.errors import LockstepError
-    from lockstep.run import recipe as recipes
+    from lockstep.recipe import recipe as recipes
 
     heard = Heard()
     try:

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 def _prepare(words: list[str]) -> int:
     """Put the config before the settings, if it is not there, and check it -> exit code."""
     from lockstep.base.errors import LockstepError
-    from lockstep.run import recipe
+    from lockstep.recipe import recipe
 
     if not (words and words[0].endswith((".yaml", ".yml"))):
         words.insert(0, os.environ.get("CONFIG") or str(EXAMPLE))

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.base import plugins
 from lockstep.base.config import Kind, PluginSection, Section
 from lockstep.cli._app import contexts
-from lockstep.run.recipe import Recipe, kind_of
+from lockstep.recipe.recipe import Recipe, kind_of
 
 SPECIAL = re.compile(r"([\\*_\[\]#])")
 CONFIGURATION = "reference/configuration.md"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lockstep.inference.generation.generated import Generated as Generated
     from lockstep.inference.loaded_model import LoadedModel as LoadedModel
     from lockstep.inference.loaded_model import load as load
+    from lockstep.loop.own_loop import Loop as Loop
+    from lockstep.loop.own_loop import seed as seed
     from lockstep.models.objectives._answers import ClassAnswer as ClassAnswer
     from lockstep.models.objectives._answers import ClassesAnswer as ClassesAnswer
     from lockstep.models.objectives._answers import NumbersAnswer as NumbersAnswer
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from lockstep.run.api import export as export
     from lockstep.run.api import spawn as spawn
     from lockstep.run.api import train as train
-    from lockstep.run.own_loop import Loop as Loop
-    from lockstep.run.own_loop import seed as seed
 
     __version__: str
 
@@ -80,7 +80,7 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of thes
 
             return getattr(api, name)
         if name in LOOP:
-            from lockstep.run import own_loop
+            from lockstep.loop import own_loop
 
             return getattr(own_loop, name)
         if name in ("DataSpec", "Source"):

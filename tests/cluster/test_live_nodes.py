@@ -12,9 +12,9 @@ from networks import set_link
 from running import lockstep, summary, wait_for_steps
 
 from lockstep.base.errors import Interrupted
-from lockstep.launch.elastic import succession
+from lockstep.launch.elastic import leader_failover
 from lockstep.launch.elastic.live_coordinator import Coordinator
-from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
+from lockstep.protocol.live_messages import Exit, MachineState, Position, WorkerReport
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -201,8 +201,8 @@ def test_all_are_lost(coordinator):
 )
 def test_a_note_of_a_leader_that_is_of_no_use(tmp_path, text):
     if text is not None:
-        (tmp_path / succession.NOTE).write_text(text)
-    assert succession.other_leader(tmp_path) is None
+        (tmp_path / leader_failover.NOTE).write_text(text)
+    assert leader_failover.other_leader(tmp_path) is None
 
 
 def pair(coordinator, *, waits_after, lost=(), leaving=(), joins=()):

@@ -27,9 +27,9 @@ from lockstep.base.world import World
 from lockstep.core.distributed import group_connections, process_group
 from lockstep.core.distributed.messages import decode, encode
 from lockstep.core.numerics import seeds
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.rendezvous import Endpoint, serve_store
-from lockstep.launch.elastic.store_client import StoreClient, connected
+from lockstep.protocol import run_secret
+from lockstep.protocol.rendezvous import Endpoint, serve_store
+from lockstep.protocol.store_client import StoreClient, connected
 
 STRICT = SUPPORT / "strict_lockstep.py"
 NOBODY = 65534

@@ -25,7 +25,7 @@ from lockstep.inference.trained_model import open_predictor
 from lockstep.models import _audio_classifier as classifier
 from lockstep.models import audio_classifier
 from lockstep.models import transformer as text_models
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 
 RATES, ENDINGS = (8_000, 11_025, 16_000, 22_050), ("wav", "flac", "ogg", "mp3")
 SHORT = ["train.epochs=1", "train.global_batch=8", "train.micro_batch=2", "optim.lr=1e-3", "checkpoint.keep=1"]

@@ -102,7 +102,7 @@ def test_plain_transformers_measures_the_same_on_the_export(folder, kind, monkey
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lockstep.run import recipe, splits
+    from lockstep.recipe import recipe, splits
 
     export = folder / "runs" / kind / "export"
     network = AutoModelForCausalLM.from_pretrained(export).eval()

@@ -16,8 +16,8 @@ from lockstep.core.numerics.word_tokens import ids_of
 from lockstep.data.chat import ChatTokenizer, Contents
 from lockstep.data.sources import _chat, chat
 from lockstep.data.text_tokenizers import Bytes
-from lockstep.run.recipe import load
-from lockstep.run.splits import open_splits
+from lockstep.recipe.recipe import load
+from lockstep.recipe.splits import open_splits
 
 SETTINGS = ["train.steps=60", "train.global_batch=16", "train.micro_batch=4", "optim.lr=0.01", "observe.log_every=10"]
 

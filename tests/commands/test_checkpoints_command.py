@@ -23,8 +23,8 @@ from lockstep.checkpoint import inventory, layout, retention, verify
 from lockstep.checkpoint import inventory as table
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, folder_of
 from lockstep.cli import _app
-from lockstep.launch import run_folder
-from lockstep.run.recipe import starter
+from lockstep.recipe import run_folder
+from lockstep.recipe.recipe import starter
 
 SECTION = "{keep: 1, best: accuracy, keep_every_hours: 6}"
 STEPS = (10, 20, 30, 40)

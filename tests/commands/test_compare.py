@@ -15,7 +15,7 @@ from written_checkpoints import save
 from lockstep.base import config
 from lockstep.checkpoint import layout, reader
 from lockstep.core.numerics.digest import digest
-from lockstep.run.recipe import starter
+from lockstep.recipe.recipe import starter
 from lockstep.tools.compare.comparison import difference, differences, ulps
 from lockstep.training.step_outcomes import link
 

@@ -15,8 +15,8 @@ from places import ROOT
 from running import lockstep
 
 from lockstep.base import plugins, trust
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
 from lockstep.tools.doctor import examination
 from lockstep.tools.doctor.case import Case, NotExamined
 from lockstep.tools.doctor.checks import (

@@ -19,14 +19,14 @@ from lockstep.checkpoint.weights import restore_model
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.word_tokens import IGNORED
 from lockstep.data.packing import Windows
-from lockstep.launch.run_folder import run_of
 from lockstep.models import _causal_lm as causal_lm
 from lockstep.models import _gpt as gpt
 from lockstep.models import _user, user
 from lockstep.models.gpt import Config
-from lockstep.run import build
-from lockstep.run.recipe import load
-from lockstep.run.splits import open_splits
+from lockstep.recipe import build
+from lockstep.recipe.recipe import load
+from lockstep.recipe.run_folder import run_of
+from lockstep.recipe.splits import open_splits
 
 VOCABULARY, CONTEXT = 320, 24
 APART = "data.documents=apart"

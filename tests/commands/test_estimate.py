@@ -22,7 +22,7 @@ from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.reduction.tree import cover
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.memory_forecast import checkpoint_copy, partial_sums, sequential_sums
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 from lockstep.tools.estimate import estimation
 from lockstep.tools.estimate.estimation import print_forecasts
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure

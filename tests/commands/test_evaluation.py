@@ -33,7 +33,7 @@ from lockstep.inference.evaluate.evaluation_samples import of_file
 from lockstep.inference.export import export_facts
 from lockstep.models import _transformer as transformer
 from lockstep.observe.sinks import tensorboard
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.evaluate import EvaluateTask
 from lockstep.run.tasks.train import TrainTask
 from lockstep.training.evaluation import Predictions

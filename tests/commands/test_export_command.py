@@ -20,8 +20,8 @@ from lockstep.inference import trained_model
 from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_reader import is_export
 from lockstep.launch import launch_run
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
 
 KINDS = {
     "export": [],

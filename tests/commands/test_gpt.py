@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from lockstep.base.contracts import DataSpec
 from lockstep.checkpoint.weights import restore_model
 from lockstep.core.numerics.seeds import seed_all
-from lockstep.launch.run_folder import run_of
 from lockstep.models import _gpt as gpt
 from lockstep.models.gpt import Config
 from lockstep.models.objectives._choice import with_objective
-from lockstep.run import build
-from lockstep.run.build import token_flops
-from lockstep.run.splits import open_splits
+from lockstep.recipe import build
+from lockstep.recipe.build import token_flops
+from lockstep.recipe.run_folder import run_of
+from lockstep.recipe.splits import open_splits
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 61, 24, 3, 2
 

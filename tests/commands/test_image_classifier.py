@@ -12,8 +12,8 @@ from served import as_text, png, serving
 
 from lockstep.base.errors import DataError, LockstepError
 from lockstep.core.host.pretrained_processors import ImageProcessor
-from lockstep.run import recipe, splits
-from lockstep.run.build import build_model
+from lockstep.recipe import recipe, splits
+from lockstep.recipe.build import build_model
 
 SETTINGS = ["train.steps=8", "train.global_batch=12", "train.micro_batch=3", "optim.lr=0.01", "observe.log_every=1"]
 VARIANTS = {

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.base.events import Evaluated, StepDone
 from lockstep.base.world import OVER_NCCL
-from lockstep.launch.elastic.live_notes import Formation, Position
+from lockstep.protocol.live_messages import Formation, Position
 from lockstep.run.tasks.train_live import Backlog
 
 pytestmark = pytest.mark.timeout(300)

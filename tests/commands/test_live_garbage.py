@@ -20,8 +20,8 @@ from torch.distributed import DistError
 
 from lockstep.base.errors import PeerLost
 from lockstep.core.distributed.group_attempts import authenticate
-from lockstep.launch.elastic.live_notes import PATIENCE
-from lockstep.launch.elastic.store_client import connected
+from lockstep.protocol.live_messages import PATIENCE
+from lockstep.protocol.store_client import connected
 
 CONFIG = DIGITS.replace("steps: 2000", "steps: 300")
 SECRET = ".secret"

@@ -13,7 +13,7 @@ from places import OWN
 from running import lockstep, started, summary, wait_for_steps, workers
 
 from lockstep.launch.elastic.live_coordinator import Coordinator
-from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
+from lockstep.protocol.live_messages import Exit, MachineState, Position, WorkerReport
 
 pytestmark = pytest.mark.timeout(300)
 NORMED = OWN / "normed.py"

@@ -11,9 +11,9 @@ from torchmetrics import MeanAbsolutePercentageError, MeanMetric, MetricCollecti
 
 from lockstep.base.errors import ConfigError
 from lockstep.checkpoint.metric_modes import is_better, mode_by_name
-from lockstep.run import recipe as recipes
-from lockstep.run.components import check_modes, with_modes
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.models.metrics.declared_metrics import DeclaredMetric
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.components import check_modes, with_modes
 
 INF, NAN = math.inf, math.nan
 OWN = """

@@ -31,13 +31,13 @@ from lockstep.base.contracts import DataSpec
 from lockstep.cli import _app
 from lockstep.data.collate import collate
 from lockstep.inference.export import export_facts
-from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_writer import ExportSamples, export
 from lockstep.inference.predict import worker_pool
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput
 from lockstep.inference.trained_model import open_predictor
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
+from lockstep.recipe.export_config import ExportSection
 
 LABELS = ("World", "Sports", "Sci/Tech")
 NETWORK = """

@@ -14,7 +14,7 @@ from running import lockstep, summary
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe.profile.operators import caller
 from lockstep.observe.profile.step_trace import traced
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 from lockstep.tools.profile.profiling import advice, time_table
 from lockstep.tools.profile.rank_profile import RankProfile
 

@@ -12,7 +12,7 @@ from running import summary, wait_for_steps, workers
 from lockstep.base.config import parse
 from lockstep.base.errors import ConfigError
 from lockstep.launch.recovery import may_recover_live, with_recovery
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 TWO = "launch: {processes: 2}\n"
 RESTARTS = {

@@ -21,7 +21,7 @@ from lockstep.checkpoint.layout import MANIFEST
 from lockstep.cli._app import app
 from lockstep.core.host import remote_storage
 from lockstep.inference.export import remote_upload
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 
 PIXELS = np.zeros((8, 8), np.uint8)
 CONFIG = {

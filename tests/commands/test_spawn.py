@@ -17,7 +17,7 @@ from running import lockstep as command
 
 import lockstep
 from lockstep.base.errors import ConfigError
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 
 SPAWN = ["launch.kind=spawn", "launch.processes=2"]
 SECTIONS = {

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
-from lockstep.run import recipe_trust
+from lockstep.recipe import recipe_trust
 from lockstep.tools.sweep import optuna_search, suggestions, sweep_plan, sweep_state, sweeping
 from lockstep.tools.sweep.search_space import parse
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial

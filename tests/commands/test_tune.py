@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from lockstep.base import trust
 from lockstep.base.world import World
 from lockstep.cli import _app
-from lockstep.run import build, recipe_trust
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build, recipe_trust
+from lockstep.recipe import recipe as recipes
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.learning_rate_finder import no_rate, svg
 from lockstep.tools.tune.loss_curve import Curve, rates_between

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.base.contracts import DataSpec
 from lockstep.models import _cnn as cnn
-from lockstep.run.warm_start import warm_start
+from lockstep.recipe.warm_start import warm_start
 
 CONFIG = {
     "data": {"kind": "digits", "limit": 64},

@@ -9,7 +9,7 @@ import pytest
 import warm
 from pages import PAGES, ROOT, blocks
 
-from lockstep.run.recipe import Recipe, settings
+from lockstep.recipe.recipe import Recipe, settings
 
 
 def lockstep(folder, *arguments):

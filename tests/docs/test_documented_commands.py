@@ -23,7 +23,7 @@ from pages import PAGES, ROOT, blocks
 from PIL import Image
 
 from lockstep.cli import _app, _common
-from lockstep.run.recipe import Recipe, load, settings
+from lockstep.recipe.recipe import Recipe, load, settings
 
 ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "sweep", "tune"}
 SHORTENED = {

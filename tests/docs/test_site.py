@@ -16,7 +16,7 @@ from places import ROOT
 
 import lockstep
 from lockstep.base import plugins
-from lockstep.run.recipe import Recipe, kind_of, settings
+from lockstep.recipe.recipe import Recipe, kind_of, settings
 
 LESSONS = sorted((ROOT / "docs" / "lessons").glob("[0-9]*.md"))
 SECTION = "reference/configuration/{}.html"

@@ -30,7 +30,7 @@ from lockstep.data.text_tokenizers import Bytes
 from lockstep.data.token_cache import tokenized
 from lockstep.inference.predict.input_rows import open_input
 from lockstep.observe.report import run_files
-from lockstep.run.warm_start import warm_start
+from lockstep.recipe.warm_start import warm_start
 
 ROWS = [f"row {number}" for number in range(20)]
 

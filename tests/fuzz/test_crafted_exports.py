@@ -22,7 +22,7 @@ from lockstep.data.text_tokenizers import open_tokenizer
 from lockstep.inference import trained_model
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.formats import onnx as onnx_format
-from lockstep.run.warm_start import warm_start
+from lockstep.recipe.warm_start import warm_start
 
 WEIGHTS = {
     "safetensors": "model.safetensors",

@@ -18,12 +18,14 @@ from lockstep.base.events import Bus
 from lockstep.data import bad_samples
 from lockstep.inference import trained_model
 from lockstep.inference.export import space
-from lockstep.launch import run_control, run_folder
-from lockstep.launch.elastic import failure, run_secret
+from lockstep.launch import run_control
+from lockstep.launch.elastic import failure
 from lockstep.observe.report import report_page, run_files
 from lockstep.observe.sinks import csv, jsonl
 from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
+from lockstep.protocol import run_secret
+from lockstep.recipe import run_folder
 from lockstep.run import api
 from lockstep.tools.compare import comparison
 from lockstep.training.steering import Steering

@@ -14,7 +14,7 @@ from fuzzing import table
 from PIL import Image
 from pyarrow import feather, parquet
 
-from lockstep.run import recipe
+from lockstep.recipe import recipe
 
 SEED = 20
 SECONDS = 30.0

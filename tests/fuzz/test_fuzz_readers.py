@@ -57,7 +57,8 @@ from lockstep.observe.report.run_files import read as read_run
 from lockstep.observe.sinks import _tracker, jsonl, tensorboard
 from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
-from lockstep.run import api, recipe
+from lockstep.recipe import recipe
+from lockstep.run import api
 from lockstep.tools.compare import comparison
 from lockstep.tools.sweep import sweep_state, sweep_table
 from lockstep.training import steering

@@ -8,7 +8,7 @@ import pytest
 from lockstep.base import config
 from lockstep.base.errors import ConfigError, printable
 from lockstep.base.yaml_text import MOST_BYTES
-from lockstep.run.recipe import Recipe, contradictions, load
+from lockstep.recipe.recipe import Recipe, contradictions, load
 
 LAUGHS = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10) if i else 'lol'}]" for i in range(12))
 """10^11 values in 12 lines."""

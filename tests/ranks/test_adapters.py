@@ -15,8 +15,8 @@ from lockstep.base.world import World
 from lockstep.inference import trained_model
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.models import _adapter, _causal_lm, causal_lm
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 
 SIZES = {"hidden_size": 128, "intermediate_size": 344, "head_dim": 64}
 ADAPTER = {"rank": 2, "dropout": 0.1, "targets": ["*.q_proj", "*.v_proj"]}

@@ -12,8 +12,8 @@ from lockstep.base.world import World
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm, is_synchronised, synchronise
 from lockstep.core.numerics.digest import digest
-from lockstep.run import build
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe.recipe import Recipe
 
 NORMED = {"kind": "user", "file": str(OWN / "normed.py")}
 SYNC = {"batchnorm": "sync"}

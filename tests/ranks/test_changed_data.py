@@ -13,9 +13,9 @@ from PIL import Image
 from training_runs import config_in, run_on_rank
 
 from lockstep.base import trust
-from lockstep.run import recipe as recipes
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import open_splits
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import open_splits
 
 SOURCE = """
 import os

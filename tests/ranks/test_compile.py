@@ -14,8 +14,8 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.core.numerics import precision
-from lockstep.run import build
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe.recipe import Recipe
 
 
 @pytest.mark.parametrize(

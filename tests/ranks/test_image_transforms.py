@@ -11,9 +11,9 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, UserError
 from lockstep.base.world import World
 from lockstep.data.augment import ImageTransforms
-from lockstep.run import build
-from lockstep.run import recipe as recipes
-from lockstep.run.splits import open_splits
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.splits import open_splits
 
 TRANSFORMS = ["RandomHorizontalFlip", {"RandomCrop": {"size": [8, 8], "padding": 2}}, {"RandAugment": {"n": 2, "m": 9}}]
 CONFIG = {

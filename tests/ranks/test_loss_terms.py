@@ -11,8 +11,8 @@ from training_runs import config_in, run_on_rank
 
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.numerics.seeds import seed_all
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 from lockstep.training.step import step
 
 MODEL = '''

@@ -15,10 +15,10 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import contiguous_by_rank, tree_sum
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.launch.elastic import admission
+from lockstep.launch.elastic import join_checks
 from lockstep.launch.elastic.membership import Membership
-from lockstep.launch.elastic.rendezvous import Endpoint
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol.rendezvous import Endpoint
 
 ELEMENTS = 4099
 
@@ -110,7 +110,7 @@ def test_a_heartbeat_costs_the_same_with_any_number_of_nodes(tmp_path):
 
         def joined(rank):
             node = Membership(endpoint, rank, section).__enter__()
-            node.store = admission.join(node.store, tmp_path, seconds=10)
+            node.store = join_checks.join(node.store, tmp_path, seconds=10)
             return node
 
         with ThreadPoolExecutor() as pool:

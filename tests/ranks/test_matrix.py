@@ -14,8 +14,8 @@ from recipe_rows import CLIP, CONTEXT, EPOCHS, FIRST_SCALE, Row, config_of, make
 from lockstep.base.world import World
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.run import build
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe.recipe import Recipe
 from lockstep.training.step import step
 
 FACTORS = Row(

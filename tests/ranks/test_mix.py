@@ -15,7 +15,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, DataError
 from lockstep.data.mixture import Joined, Mixture
 from lockstep.data.order import Order
-from lockstep.run.recipe import numeric_recipe, of_sections
+from lockstep.recipe.recipe import numeric_recipe, of_sections
 
 SPEC = DataSpec(modality="table", labels=("a", "b"))
 

@@ -14,8 +14,8 @@ from torch import nn
 from lockstep.base.errors import ConfigError
 from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 from lockstep.training import optim
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import KINDS, WHOLE_TENSORS, OptimSection, Shape

@@ -23,8 +23,8 @@ from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.run import recipe as recipes
-from lockstep.run.splits import open_splits
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.splits import open_splits
 
 NOISY = str(OWN / "noisy.py")
 

@@ -278,7 +278,7 @@ import sys
 import json
 import torch.distributed as dist
 from lockstep.run.tasks.train import TrainTask
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.core.host.signals import SignalWatch
 from lockstep.base import trust
 from lockstep.base.world import World

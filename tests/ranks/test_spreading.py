@@ -11,8 +11,8 @@ from lockstep.core.distributed.process_group import world_group
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.digest import digest_of, world_lines
 from lockstep.core.numerics.seeds import seed_all
-from lockstep.run import build as assembly
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build as assembly
+from lockstep.recipe import recipe as recipes
 from lockstep.training.step import step
 
 

@@ -20,7 +20,7 @@ from lockstep.data.dataset import measurable, open_source, spread_evenly, stream
 from lockstep.data.order import Blocks, StreamOrder
 from lockstep.data.stream import Stream
 from lockstep.data.torch_dataset import as_source
-from lockstep.run.recipe import of_sections
+from lockstep.recipe.recipe import of_sections
 
 CODE = """
 import os

@@ -12,9 +12,9 @@ from training_runs import config_in, lines, run_on_rank
 from lockstep.base.world import World
 from lockstep.data.dataset import Subset, open_source
 from lockstep.data.order import Order
-from lockstep.run import build
-from lockstep.run import recipe as recipes
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.recipe import Recipe
 
 VARIANTS = {
     "fp32": {},

@@ -10,11 +10,11 @@ from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.data.collate import collate
 from lockstep.inference.export import export_writer
-from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_facts import facts_of
 from lockstep.models import _cnn as cnn
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
+from lockstep.recipe.export_config import ExportSection
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog", "owl"), image_shape=(1, 8, 8))
 TEXTS = DataSpec(modality="text", labels=("World", "Sports", "Business", "Sci/Tech"))

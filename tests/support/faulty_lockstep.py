@@ -18,9 +18,9 @@ from lockstep.core.distributed import collectives, live_group
 from lockstep.core.modules import buffers
 from lockstep.core.numerics import precision
 from lockstep.core.reduction import gradient_norm, reduce_scatter, transport
-from lockstep.launch.elastic import live_notes  # noqa: F401 (of the workers)
 from lockstep.parallel import fsdp_units, micro_batches
 from lockstep.parallel.strategies import _ddp, _fsdp
+from lockstep.protocol import live_messages  # noqa: F401 (of the workers)
 from lockstep.run.tasks import train_live
 from lockstep.training import evaluation, loop, state_transfer, step
 

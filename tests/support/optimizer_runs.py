@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from lockstep.base.world import World
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build
+from lockstep.recipe import recipe as recipes
 from lockstep.training.step import step
 
 

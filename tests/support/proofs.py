@@ -9,9 +9,9 @@ from lockstep.base import trust
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
-from lockstep.run import recipe_trust
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import prepare_splits
+from lockstep.recipe import recipe_trust
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import prepare_splits
 from lockstep.run.tasks.proof import ProofTask
 from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns

@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep.base.contracts import Request
 from lockstep.base.errors import Interrupted
 from lockstep.launch import launch_run
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 from lockstep.run import worker
 from lockstep.run.tasks import train
 

@@ -19,12 +19,12 @@ from PIL import Image
 from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.core.numerics.digest import digest
-from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_facts import facts_of
 from lockstep.inference.export.export_writer import ExportSamples, export
 from lockstep.models import _cnn as cnn
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
+from lockstep.recipe.export_config import ExportSection
 
 LABELS = ("Business", "Sci/Tech", "Sports", "World")
 DIGITS = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 8))

@@ -15,8 +15,8 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.models._transformer import TextModel
-from lockstep.run import build as assembly
-from lockstep.run import recipe as recipes
+from lockstep.recipe import build as assembly
+from lockstep.recipe import recipe as recipes
 from lockstep.training.step import step
 
 CPU = torch.device("cpu")

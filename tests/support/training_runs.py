@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 
 

@@ -16,7 +16,7 @@ from lockstep.base.errors import ConfigError, LaunchError, LockstepError, UserEr
 from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
-    from lockstep.run.recipe import Recipe
+    from lockstep.recipe.recipe import Recipe
 
 console = EscapingConsole()
 RECORDS = ("recipe.yaml", "lockstep.json", "loop.yaml", "job.json", "launch.yaml", "manifest.json")
@@ -27,7 +27,7 @@ ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe
 
 def setting_names(incomplete: str) -> list[str]:
     """Complete the beginning of a setting in a shell."""
-    from lockstep.run import recipe as recipes
+    from lockstep.recipe import recipe as recipes
 
     return [f"{name}=" for name in recipes.settings() if name.startswith(incomplete)]
 
@@ -100,8 +100,8 @@ def shipped_folder(name: str) -> Path:
 def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
     """Load a config file and get the user's permission to execute its code. Raises UserError."""
     from lockstep.base import devices
-    from lockstep.run import recipe as recipes
-    from lockstep.run import recipe_trust
+    from lockstep.recipe import recipe as recipes
+    from lockstep.recipe import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
     recipe_trust.authorize(recipe, path, trusts=trusts)

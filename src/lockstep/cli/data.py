@@ -9,8 +9,8 @@ def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode
     recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.base import plugins
     from lockstep.base.events import Bus
-    from lockstep.run.build import build_model
-    from lockstep.run.splits import prepare_splits
+    from lockstep.recipe.build import build_model
+    from lockstep.recipe.splits import prepare_splits
 
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())

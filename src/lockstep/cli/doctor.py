@@ -10,7 +10,7 @@ import typer
 from lockstep.cli._common import NodeRank, Overrides, Rendezvous, TrustCode, console, load_trusted, reports_errors
 
 if TYPE_CHECKING:
-    from lockstep.run.recipe import Recipe
+    from lockstep.recipe.recipe import Recipe
 
 
 @reports_errors
@@ -32,7 +32,7 @@ def command(
     with launch.kind=slurm one command starts it on all.
     """
     from lockstep.launch.launch_run import node_address
-    from lockstep.run import recipe as recipes
+    from lockstep.recipe import recipe as recipes
     from lockstep.tools.trials import check_writable
 
     if json is not None:

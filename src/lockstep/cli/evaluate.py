@@ -27,7 +27,7 @@ def command(
     Writes evaluation.json and evaluation.html: metrics, also per class, the confusion matrix, the calibration of
     confidences, and the worst samples.
     """
-    from lockstep.launch.elastic import environment
+    from lockstep.protocol import environment
 
     environment.set_threads(1)  # as most recipes have it, which are yet to be read
     from lockstep.inference.evaluate import evaluate_model

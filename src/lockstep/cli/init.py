@@ -30,7 +30,7 @@ def command(
     if task.startswith(EXAMPLES):
         _copy_example(task.removeprefix(EXAMPLES), to)
         return
-    from lockstep.run import recipe as recipes
+    from lockstep.recipe import recipe as recipes
 
     target = to or Path(f"{task}.yaml")
     code = target.with_suffix(".py")
@@ -76,7 +76,7 @@ def _write(folder: Path, written: dict[Path, str]) -> None:
 
 
 def _show_tasks() -> None:
-    from lockstep.run import recipe as recipes
+    from lockstep.recipe import recipe as recipes
 
     table = Table("task", "what it is", "model")
     for name in recipes.tasks():

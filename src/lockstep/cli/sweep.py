@@ -57,7 +57,7 @@ def command(
         search=search, trials=trials, metric=metric, prune=prune, name=name, jobs=jobs, trusts_code=trust_code
     )
     plan = sweep_plan.planned(path, settings or [], options)
-    from lockstep.launch.elastic import environment
+    from lockstep.protocol import environment
 
     environment.set_threads(plan.base.run.threads)
     from lockstep.tools.sweep import sweeping

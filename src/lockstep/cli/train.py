@@ -25,9 +25,9 @@ def command(
     Under torchrun, each process is one of the run's. On several machines: set launch.nodes, and give the same command
     on each, with --rendezvous and --node-rank.
     """
-    from lockstep.launch.elastic import environment
-    from lockstep.run import recipe as recipes
-    from lockstep.run import recipe_trust
+    from lockstep.protocol import environment
+    from lockstep.recipe import recipe as recipes
+    from lockstep.recipe import recipe_trust
 
     how = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
     if environment.is_under_torchrun() and not dry_run:

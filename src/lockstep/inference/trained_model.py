@@ -25,11 +25,11 @@ from lockstep.inference.export import export_facts, export_reader, export_writer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.generator import Generator, generator
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
-from lockstep.launch.run_folder import is_run, locate, run_of
 from lockstep.models.objectives._choice import with_objective
-from lockstep.run import build, recipe_trust
-from lockstep.run.recipe import Recipe, joined
-from lockstep.run.splits import check_classes, open_splits
+from lockstep.recipe import build, recipe_trust
+from lockstep.recipe.recipe import Recipe, joined
+from lockstep.recipe.run_folder import is_run, locate, run_of
+from lockstep.recipe.splits import check_classes, open_splits
 
 FIRST_BATCHES = (16, 1, 7)
 """Sizes of the batches that an export is compared on: several, as a graph may be specialized to the traced size."""

@@ -1,6 +1,7 @@
 """Settings that all launchers share."""
 
 import re
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +10,7 @@ from lockstep.base import devices
 from lockstep.base.config import MANY, PluginSection
 from lockstep.base.errors import LaunchError, nearest
 from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores, recovers_over_nccl
+from lockstep.protocol.environment import FLIGHT_RECORDER_EVENTS
 
 MOST_PROCESSES = 4096
 """Limit of processes per machine."""
@@ -87,6 +89,11 @@ class LaunchSection(PluginSection):
         return False
 
     @property
+    def decides_recovery(self) -> bool:
+        """Whether the start decides if a lost process ends the step or the run (recovery: auto)."""
+        return False
+
+    @property
     def machine_timeout_seconds(self) -> float:
         """Seconds without a heartbeat after which a machine counts as lost."""
         return self.failure_timeout_seconds
@@ -108,6 +115,26 @@ class LaunchSection(PluginSection):
     @property
     def max_nodes(self) -> int:
         return int(str(self.nodes).split(":")[-1])
+
+    def variables(self, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:
+        """Return the environment of workers with `threads` threads that write traces to `logs`; `interface` is the
+        network interface if the settings name none. Sources: torch's tables of its variables, NCCL's user guide."""
+        found = {
+            "OMP_NUM_THREADS": str(threads),
+            # a failed collective ends the process, and its launcher restarts it; with live recovery the process leaves
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if self.recovers_live else "1",
+        }
+        if network := self.interface or interface:
+            found |= {"GLOO_SOCKET_IFNAME": network, "NCCL_SOCKET_IFNAME": network}
+        if self.debug:
+            found |= {
+                "NCCL_DEBUG": "INFO",
+                "TORCH_DISTRIBUTED_DEBUG": "INFO",  # torch 2.13.0 crashes in DDP on Gloo with DETAIL
+                "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_EVENTS),
+                "TORCH_FR_DUMP_TEMP_FILE": str(logs / "flight-recorder-rank-"),
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            }
+        return {**found, **self.environment}
 
     def check_machine(self, threads: int) -> None:
         """Raise LaunchError if this machine lacks the cores or network interface that the settings ask for."""
@@ -178,6 +205,10 @@ class LiveLaunchSection(LaunchSection):
     def recovers_live(self) -> bool:
         """Whether training goes on where a process is lost, for sure; with recovery=auto see launch/recovery.py."""
         return self.recovery == "live" or self.spares > 0
+
+    @property
+    def decides_recovery(self) -> bool:
+        return self.recovery == "auto" and not self.recovers_live
 
     @property
     def spare_processes(self) -> int:

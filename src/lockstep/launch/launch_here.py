@@ -8,7 +8,7 @@ from lockstep.base.errors import HangDetected, Interrupted, LockstepError, NonFi
 from lockstep.launch import launch_run
 from lockstep.launch.elastic.failure import TAIL_LINES, Failure
 from lockstep.launch.launchers._spawn import OutputPipe, Spawn
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 ERRORS: dict[int, type[LockstepError]] = {
     error.exit_code: error for error in (UserError, NonFiniteLoss, PeerLost, HangDetected, Interrupted)

@@ -16,16 +16,16 @@ from lockstep.base import config, devices, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.base.world import environment
-from lockstep.launch import run_folder
-from lockstep.launch.elastic import fork_server, succession
-from lockstep.launch.elastic.admission import Rejection
+from lockstep.launch.elastic import fork_server, leader_failover
+from lockstep.launch.elastic.join_checks import Rejection
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
-from lockstep.launch.elastic.rendezvous import Endpoint, answers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.recovery import with_recovery
-from lockstep.run import recipe as recipes
-from lockstep.run.recipe import Recipe
+from lockstep.protocol.rendezvous import Endpoint, answers
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import run_folder
+from lockstep.recipe.recipe import Recipe
 
 REJOIN_SECONDS, ANSWER_SECONDS = 0.5, 1.0
 """Pause between two searches for a leader; time that it may take to answer."""
@@ -211,7 +211,7 @@ def _other_leader(section: LaunchSection, folder: Path, *, awaits: bool) -> Endp
     """Return the leader of this run, if that is another than node 0."""
     if not section.recovers_live:
         return None
-    return succession.awaited_leader(folder, section) if awaits else succession.other_leader(folder)
+    return leader_failover.awaited_leader(folder, section) if awaits else leader_failover.other_leader(folder)
 
 
 def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:

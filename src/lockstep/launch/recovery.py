@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from lockstep.base import devices
-from lockstep.launch.elastic import environment
-from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
-from lockstep.run.recipe import Recipe
+from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol import environment
+from lockstep.recipe.recipe import Recipe
 
 USUAL = {name: LaunchSection.model_fields[name].default for name in ("min_processes", "failure_timeout_seconds")}
 """Defaults of settings of restarts; where one is changed, launch.recovery=auto is not live."""
@@ -17,7 +17,7 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def with_recovery(recipe: Recipe) -> Recipe:
     """Return the recipe with launch.recovery decided for a start on this machine. Raises LaunchError."""
     launch = recipe.launch
-    if launch.recovers_live or not (isinstance(launch, LiveLaunchSection) and launch.recovery == "auto"):
+    if not launch.decides_recovery:
         return recipe
     is_live = may_recover_live(recipe) and _has_processes_without_gpus(recipe)
     decided = launch.model_copy(update={"recovery": "live" if is_live else "restart"})
@@ -37,7 +37,7 @@ def may_recover_live(recipe: Recipe) -> bool:
     With `auto` only where nothing is lost by that: on one machine, without settings or observers that need restarts.
     """
     launch = recipe.launch
-    if launch.recovers_live or not isinstance(launch, LiveLaunchSection) or launch.recovery != "auto":
+    if not launch.decides_recovery:
         return launch.recovers_live
     asks_for_restarts = launch.max_restarts == 0 or any(getattr(launch, name) != usual for name, usual in USUAL.items())
     is_possible = recipe.parallel.state_copies != 1 and recipe.train.batchnorm != "sync" and recipe.observe.file is None

@@ -18,7 +18,7 @@ from lockstep.launch.elastic import live_slots
 from lockstep.observe.report import run_files
 from lockstep.observe.run_settings import LOOP
 from lockstep.observe.watch.run_state import last_lines
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 
 POLL_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)

@@ -22,9 +22,9 @@ from lockstep.inference.predictor import DTypeName
 from lockstep.launch.launch_here import launch_here
 from lockstep.observe.report import run_files
 from lockstep.observe.run_lines import METRIC, Lines
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
+from lockstep.recipe.recipe import Recipe
 
 PathLike = str | os.PathLike[str]
 

@@ -14,7 +14,7 @@ from lockstep.data.packing import Windows
 from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.generation.decoding import RecomputedDecoding
 from lockstep.inference.generation.sampling import Sampling, next_token
-from lockstep.run.components import Components
+from lockstep.recipe.components import Components
 
 PROMPTS, PROMPT_BYTES = 2, 24
 """Number of texts, and the bytes of a test sample that each begins with."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.checkpoint import retention
-from lockstep.run.components import Components
+from lockstep.recipe.components import Components
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop_state import Training
 

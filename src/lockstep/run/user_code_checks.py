@@ -7,7 +7,7 @@ from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.buffers import WATCHED_STEPS
-from lockstep.run.components import Components
+from lockstep.recipe.components import Components
 from lockstep.training import gradient_watch
 from lockstep.training.findings import Finding
 from lockstep.training.gradient_watch import GradientWatch

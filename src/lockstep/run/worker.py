@@ -36,9 +36,10 @@ from lockstep.core.distributed.collectives import broadcast_object, reported_onc
 from lockstep.core.host import deferred_dynamo
 from lockstep.core.host.numa import bind_near
 from lockstep.core.host.signals import SignalWatch
-from lockstep.launch.elastic import live_notes
-from lockstep.run import leftover_processes, recipe_trust
-from lockstep.run import recipe as recipes
+from lockstep.protocol import live_messages
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
+from lockstep.run import leftover_processes
 
 if os.name != "nt":
     import fcntl
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     deferred_dynamo.install()
-    options, world, signals = arguments(argv), World.from_environment(), SignalWatch(live_notes.ignored_signals())
+    options, world, signals = arguments(argv), World.from_environment(), SignalWatch(live_messages.ignored_signals())
     closed_output.tolerate_lost_reader()
     append_to_logs()
     with signals.watching():

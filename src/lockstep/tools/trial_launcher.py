@@ -10,8 +10,8 @@ from pathlib import Path
 from lockstep.base.contracts import Request
 from lockstep.base.errors import Interrupted
 from lockstep.base.lifetime import end_with_parent
-from lockstep.launch.elastic import environment
-from lockstep.run import recipe as recipes
+from lockstep.protocol import environment
+from lockstep.recipe import recipe as recipes
 
 
 def main(argv: list[str]) -> int:

@@ -23,8 +23,8 @@ from lockstep.base.events import Bus
 from lockstep.base.lifetime import Started, end_family
 from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import Splits, prepare_splits
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import Splits, prepare_splits
 
 GRACE_SECONDS = 5
 """Time for the processes of a trial to end before they are killed."""

@@ -17,8 +17,8 @@ from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
 from lockstep.core.numerics.loss import shown
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.declared_metrics import CONFUSION, DeclaredMetric, Requested, is_requested
-from lockstep.training.metrics.metric_tally import Contribution, numbers, tally
+from lockstep.models.metrics.declared_metrics import CONFUSION, DeclaredMetric, Requested, is_requested
+from lockstep.models.metrics.metric_tally import Contribution, numbers, tally
 
 T = TypeVar("T")
 Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]

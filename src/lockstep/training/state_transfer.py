@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
 from lockstep.core.modules.dtensors import local_tensor
-from lockstep.launch.elastic.live_notes import Position
+from lockstep.protocol.live_messages import Position
 from lockstep.training.state import TrainState
 
 

@@ -11,7 +11,7 @@ from places import EXAMPLES
 
 from lockstep.base import config, plugins, trust
 from lockstep.base.errors import ConfigError, UntrustedCode, nearest
-from lockstep.run.recipe import Recipe, contradictions, load, starter
+from lockstep.recipe.recipe import Recipe, contradictions, load, starter
 
 CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
 SECTIONS = tuple(plugins.FAMILIES.values())

@@ -23,8 +23,8 @@ from markupsafe import _speedups
 from lockstep.base import plugins, storage, trust
 from lockstep.base.errors import ModelError, UntrustedCode
 from lockstep.core.host import pretrained_files
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
 
 MARK = f"import os\nopen(os.path.join({{folder!r}}, {CANARY!r}), 'w').close()\n"
 CODE = """

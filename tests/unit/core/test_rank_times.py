@@ -19,7 +19,7 @@ from lockstep.core.host.phases import PHASES, phase
 from lockstep.core.host.signals import SignalWatch
 from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.parallel.fsdp_units import mark_waits
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 
 MODEL = """

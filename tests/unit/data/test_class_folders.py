@@ -7,8 +7,8 @@ from PIL import Image
 from lockstep.base.errors import DataError
 from lockstep.base.events import Warned
 from lockstep.data.columns import names_of
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import prepare_splits
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import prepare_splits
 
 SIZE = 6
 

@@ -19,8 +19,8 @@ from lockstep.data.packing import BEGIN, END, Windows
 from lockstep.data.sources import _text as source
 from lockstep.data.sources.text import Config
 from lockstep.data.text_tokenizers import open_tokenizer
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import open_splits
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import open_splits
 
 WIDE = "aé€😀"
 """Characters of one to four bytes."""

@@ -13,8 +13,8 @@ from lockstep.base.errors import DataError
 from lockstep.data.packing import BEGIN, END
 from lockstep.data.sources import _hub, _text, hub
 from lockstep.data.sources.text import Config
-from lockstep.run.recipe import Recipe, load
-from lockstep.run.splits import open_splits
+from lockstep.recipe.recipe import Recipe, load
+from lockstep.recipe.splits import open_splits
 
 STORIES = [f"story {number} of caf\u00e9 {number % 7}" * (number % 5 + 1) for number in range(60)]
 

@@ -15,7 +15,7 @@ from lockstep.data.data_config import Origin
 from lockstep.inference import trained_model
 from lockstep.inference.export import model_card
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.run.recipe import of_sections, starter
+from lockstep.recipe.recipe import of_sections, starter
 
 PLAIN = {
     "name": "a", "kind": "pretrained", "model": {"kind": "cnn"}, "modality": "image", "labels": ("0", "1"), "step": 1,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.inference.export import export_facts
-from lockstep.inference.export.export_config import ExportSection, check
 from lockstep.inference.export.export_reader import forward_of, is_export
+from lockstep.recipe.export_config import ExportSection, check
 
 WEIGHTS = ["pretrained", "safetensors", "state_dict"]
 """Kinds that take no second to write."""

@@ -15,9 +15,9 @@ from torch.onnx._internal.exporter import _onnx_program
 from lockstep.base import plugins, trust
 from lockstep.base.errors import ConfigError, MissingExtra, ModelError
 from lockstep.inference.export import export_facts
-from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_reader import forward_of, tokenizer_of
 from lockstep.inference.export.round_trip import TOLERANCE
+from lockstep.recipe.export_config import FORMATS
 
 KINDS = ("onnx", "pretrained", "safetensors", "state_dict", "torch_export")
 FILES = {

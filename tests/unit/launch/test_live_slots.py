@@ -7,8 +7,8 @@ import torch
 
 from lockstep.base.world import World
 from lockstep.core.distributed.process_group import device_of
-from lockstep.launch.elastic.live_notes import NAME, worker_name
 from lockstep.launch.elastic.live_slots import FREE_STARTS, MOST_STARTS, Slot, in_whole_replicas, resize
+from lockstep.protocol.live_messages import NAME, worker_name
 
 
 def waits(slot):

@@ -16,7 +16,7 @@ from lockstep.base.contracts import Request
 from lockstep.base.errors import ConfigError, LaunchError
 from lockstep.base.templates import render
 from lockstep.launch.launchers.slurm import Slurm, quote
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 EXAMPLE = EXAMPLES / "slurm" / "train.slurm"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

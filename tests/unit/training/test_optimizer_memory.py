@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import ConfigError
+from lockstep.loop.script_optimizer import ScriptOptimizer
 from lockstep.training import optim
-from lockstep.training.script_optimizer import ScriptOptimizer
 
 
 class Momentum(Optimizer):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch._C import _distributed_c10d
 
-from lockstep.launch.elastic.environment import FLIGHT_RECORDER_EVENTS
+from lockstep.protocol.environment import FLIGHT_RECORDER_EVENTS
 
 Dump = Callable[..., bytes]
 NCCL: Dump | None = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)

@@ -19,19 +19,19 @@ from lockstep.core.distributed.group_attempts import CONNECT_SECONDS, authentica
 from lockstep.core.distributed.group_connections import abort_nccl, shut_down_connections
 from lockstep.core.distributed.process_group import backend_of, is_lost_peer, meetings, world_group
 from lockstep.core.host import activity
-from lockstep.launch.elastic.live_notes import (
+from lockstep.protocol.live_messages import (
     JOINS,
     NAME,
     Formation,
-    LiveNotes,
+    LiveMessages,
     Position,
     WorkerReport,
     machine_of,
     secret_of_run,
     store_at,
 )
-from lockstep.launch.elastic.rendezvous import Endpoint
-from lockstep.launch.elastic.store_client import StoreClient
+from lockstep.protocol.rendezvous import Endpoint
+from lockstep.protocol.store_client import StoreClient
 
 MOST_ATTEMPTS = 10
 STUCK_SECONDS = 5.0
@@ -49,7 +49,7 @@ class LiveGroup:
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
         self.backend = backend_of(World.from_environment())
         flight_recorder.enable(self.backend)
-        self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
+        self.notes, self._watched = LiveMessages.from_environment(), LiveMessages.from_environment()
         newest = self.notes.formation()
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest

@@ -19,9 +19,9 @@ from lockstep.base.world import World
 from lockstep.core.distributed import flight_recorder, staged_group
 from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run, slot_here
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, check_reachable, interface_to
+from lockstep.protocol import run_secret
+from lockstep.protocol.live_messages import is_live_worker, secret_of_run, slot_here
+from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, check_reachable, interface_to
 
 if os.name != "nt":
     import resource

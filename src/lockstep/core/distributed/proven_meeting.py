@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_attempts import wait_for_all
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.environment import RUN_ID
-from lockstep.launch.elastic.rendezvous import Endpoint, address_to, serve_store
-from lockstep.launch.elastic.store_client import connected
+from lockstep.protocol import run_secret
+from lockstep.protocol.environment import RUN_ID
+from lockstep.protocol.rendezvous import Endpoint, address_to, serve_store
+from lockstep.protocol.store_client import connected
 
 
 def meet(world: World, secret: bytes | None, timeout: timedelta) -> dist.Store:

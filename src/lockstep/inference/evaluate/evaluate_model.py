@@ -18,10 +18,10 @@ from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationReq
 from lockstep.inference.evaluate.evaluation_samples import check_file
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.launch import launch_run
-from lockstep.launch.run_folder import is_run, run_of
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.run_folder import is_run, run_of
 
 TEXT, LABEL = "data.text_column", "data.label_column"
 """Settings that name the columns of --file, in place of those of the recipe, which may lack them."""

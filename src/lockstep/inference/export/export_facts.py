@@ -14,9 +14,9 @@ from lockstep.base.config import PluginSection
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.data.data_config import Origin
-from lockstep.inference.export.export_config import DType
 from lockstep.models.objectives._choice import AUTO, objective_of
 from lockstep.models.objectives._objective import Objective
+from lockstep.recipe.export_config import DType
 
 FILE = "lockstep.json"
 CALIBRATION = "calibration.json"

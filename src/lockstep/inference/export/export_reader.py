@@ -17,10 +17,10 @@ from lockstep.data.processors import Processor
 from lockstep.data.sounds import SoundReader
 from lockstep.data.text_tokenizers import saved_tokenizer
 from lockstep.inference.export import export_facts
-from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.formats import _weights
 from lockstep.models import _own_functions
+from lockstep.recipe.export_config import FORMATS
 
 
 def is_export(folder: Path) -> bool:

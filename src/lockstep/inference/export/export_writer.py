@@ -15,12 +15,12 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export import export_facts, fresh_read, model_card
-from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.inference.export.round_trip import compare, judge, same_weights
 from lockstep.models._adapter import base_digest, merged
+from lockstep.recipe.export_config import FORMATS, DType, ExportSection, check, file_of
 
 DTYPE_HINT = (
     "As {dtype}, forward() has to turn its inputs into its weights' dtype, as x.to(self.layer.weight.dtype) does, and\n"

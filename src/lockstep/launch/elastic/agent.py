@@ -18,14 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.base import ctrl_c
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS, ForkServer
 from lockstep.launch.elastic.membership import Membership
-from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 from lockstep.launch.elastic.stopped_workers import StoppedWorkers
-from lockstep.launch.elastic.store_client import StoreClient, connected
+from lockstep.protocol import run_secret
+from lockstep.protocol.environment import RUN_ID
+from lockstep.protocol.rendezvous import STORE_TIMEOUT
+from lockstep.protocol.store_client import StoreClient, connected
 
 EXIT_BARRIER_SECONDS = 1
 """The agents need not wait for each other's exit: the leader waits for all outcomes."""

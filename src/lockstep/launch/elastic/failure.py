@@ -11,14 +11,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from lockstep.base import storage, user_code
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
 from lockstep.base.user_code import MARK
+from lockstep.observe.diagnose.hang_watch import VERDICT
 
 TAIL_LINES = 20
 CRASH = "Fatal Python error: "
 """Beginning of faulthandler's report, before the stacks."""
 BEFORE_CRASH = 5
 """Lines of output shown before the stack of a crash."""
-VERDICT = "verdict.json"
-"""The report of the watchdog thread in the folder of logs: {"rank", "text"}."""
 EXPLAINED = {UserError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code, Interrupted.exit_code}
 """Exit codes of errors that all ranks share or one has explained: a restart would end in the same way."""
 SIGNALS = {

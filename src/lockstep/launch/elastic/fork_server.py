@@ -30,8 +30,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from lockstep.base import ctrl_c, lifetime
 from lockstep.base.errors import Interrupted
-from lockstep.launch.elastic.live_notes import TERMINAL
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol.live_messages import TERMINAL
 
 POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
 KILLED = -9

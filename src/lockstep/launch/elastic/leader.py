@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.failure import VERDICT, Failure, node_failure
-from lockstep.launch.elastic.live_notes import Formation
+from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.membership import Membership, RoundState
-from lockstep.launch.elastic.rendezvous import serve_store
-from lockstep.launch.elastic.store_server import StoreServer
+from lockstep.observe.diagnose.hang_watch import VERDICT
+from lockstep.protocol import run_secret
+from lockstep.protocol.live_messages import Formation
+from lockstep.protocol.rendezvous import serve_store
+from lockstep.protocol.store_server import StoreServer
 
 FAILED_SECONDS = 15.0
 """After a failure, how long the other workers may take to exit by themselves and finish a checkpoint."""

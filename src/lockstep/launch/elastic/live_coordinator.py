@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.launch.elastic.live_notes import Exit, Formation, MachineState, Position, WorkerReport, machine_of
+from lockstep.protocol.live_messages import Exit, Formation, MachineState, Position, WorkerReport, machine_of
 
 
 @dataclass(frozen=True, kw_only=True)

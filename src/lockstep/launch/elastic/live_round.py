@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from lockstep.launch.elastic.agent import RoundEnded
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.live_coordinator import Coordinator
-from lockstep.launch.elastic.live_notes import Formation, MachineState
 from lockstep.launch.elastic.live_slots import RESIZE
 from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership
+from lockstep.protocol.live_messages import Formation, MachineState
 
 POLL_SECONDS, BUSY_POLL_SECONDS, CALM_POLL_SECONDS = 0.02, 0.003, 0.1
 """Pause between two checks of the workers; while a formation is broken; while all train on the only machine."""

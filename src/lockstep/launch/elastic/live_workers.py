@@ -15,12 +15,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from lockstep.base import ctrl_c, storage
 from lockstep.base.lifetime import Started
-from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.agent import WorkerGroupStart
-from lockstep.launch.elastic.environment import CPP_LOG_LEVEL, RUN_ID
 from lockstep.launch.elastic.failure import Failure, death, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import WorkerStart
-from lockstep.launch.elastic.live_notes import (
+from lockstep.launch.elastic.live_slots import Slot, in_whole_replicas, requested_size, resize
+from lockstep.launch.elastic.stopped_workers import is_stopped
+from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol import run_secret
+from lockstep.protocol.environment import CPP_LOG_LEVEL, RUN_ID
+from lockstep.protocol.live_messages import (
     JOINS,
     NAME,
     PORT,
@@ -29,15 +32,12 @@ from lockstep.launch.elastic.live_notes import (
     TERMINAL,
     Exit,
     Formation,
-    LiveNotes,
+    LiveMessages,
     MachineState,
     WorkerReport,
     worker_name,
 )
-from lockstep.launch.elastic.live_slots import Slot, in_whole_replicas, requested_size, resize
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
-from lockstep.launch.elastic.stopped_workers import is_stopped
-from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, serve_store
 
 POLL_SECONDS = 0.02
 """Pause between two checks of workers that have to exit."""
@@ -90,7 +90,7 @@ class LiveWorkers:
         self.start, self.place, self.section = start, place, section
         processes = start.processes + section.spare_processes
         self.store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(start.logs.parent))
-        self.notes = LiveNotes(self.store)
+        self.notes = LiveMessages(self.store)
         self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
         self.running: dict[str, LiveWorker] = {}
         """Running workers by name; the oldest first."""

@@ -21,12 +21,13 @@ from filelock import FileLock, Timeout
 from torch.distributed import DistError, Store
 
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.launch.elastic import admission, run_secret
-from lockstep.launch.elastic.live_notes import MachineState
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, address_to, greeted, serve_store
-from lockstep.launch.elastic.store_client import StoreClient
-from lockstep.launch.elastic.store_server import StoreServer
+from lockstep.launch.elastic import join_checks
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol import run_secret
+from lockstep.protocol.live_messages import MachineState
+from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, address_to, greeted, serve_store
+from lockstep.protocol.store_client import StoreClient
+from lockstep.protocol.store_server import StoreServer
 
 HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
 BUSY_HEARTBEAT_SECONDS = 0.02
@@ -62,7 +63,7 @@ class RoundState:
     replaced: tuple[int, ...] = ()
     """Evicted nodes that have come back, or for which the scheduler was asked for another node."""
     formation: Mapping[str, Any] | None = None
-    """Newest live_notes.Formation of this round (live recovery)."""
+    """Newest live_messages.Formation of this round (live recovery)."""
     result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
 
@@ -150,7 +151,7 @@ class Membership:
         if self.is_leader:
             return name
         assert isinstance(self.store, StoreClient)
-        admission.check_versions(self.store)
+        join_checks.check_versions(self.store)
         return self.store.greeting["run"]
 
     def join(self, folder: Path) -> None:
@@ -163,7 +164,7 @@ class Membership:
         else:
             assert isinstance(self.store, StoreClient)
             seconds = self.section.join_timeout_seconds / 2  # while the leader still waits
-            self.store = admission.join(self.store, folder, seconds=seconds)
+            self.store = join_checks.join(self.store, folder, seconds=seconds)
             self.index = self._next_index()
         self.last_contact = time.monotonic()
         if self._can_succeed:
@@ -192,7 +193,7 @@ class Membership:
 
     def introduce(self, store: Store, folder: Path) -> None:
         assert isinstance(store, StoreServer)
-        self._nonce_file = admission.introduce(store, folder, is_alone=self.is_alone)
+        self._nonce_file = join_checks.introduce(store, folder, is_alone=self.is_alone)
 
     def _next_index(self) -> int:
         return self.store.add("nodes", 1) - 1
@@ -200,7 +201,7 @@ class Membership:
     def rejection(self) -> LaunchError | None:
         """Return why a node cannot join, if one has reported it to the leader."""
         assert isinstance(self.store, StoreServer)
-        return admission.rejection(self.store)
+        return join_checks.rejection(self.store)
 
     # ---- publishing and waiting
 

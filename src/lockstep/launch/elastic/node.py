@@ -20,17 +20,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from lockstep.base import lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError, LockstepError, PeerLost
-from lockstep.launch.elastic import run_secret, succession
+from lockstep.launch.elastic import leader_failover
 from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
-from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled
 from lockstep.launch.elastic.leader import Leader
 from lockstep.launch.elastic.live_round import LiveRound
 from lockstep.launch.elastic.live_workers import LiveWorkers, MachinePlace
 from lockstep.launch.elastic.membership import Membership, RoundState
-from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol import run_secret
+from lockstep.protocol.rendezvous import Endpoint, interface_to
 
 REPLACE_SECONDS = 20.0
 """How long a machine that was lost may take to come back by itself, before another one is asked for."""
@@ -224,7 +224,9 @@ class Node:
         formation = membership.round.formation
         if not (self.is_live and formation and formation["is_training"]):
             return False
-        return membership.index not in membership.round.evicted and succession.succeed(membership, self.logs.parent)
+        return membership.index not in membership.round.evicted and leader_failover.succeed(
+            membership, self.logs.parent
+        )
 
     def _withdraw(self, number: signal.Signals) -> int:
         """Leave the run after a signal; the others go on."""
@@ -266,5 +268,5 @@ def worker_plan(
     return Plan(
         argv=(sys.executable, "-P", "-m", "lockstep.run.worker", str(request.recipe), *request.arguments),
         processes=section.processes_here(threads, shards),
-        environment=environment(section, threads=threads, logs=request.folder / "logs", interface=interface),
+        environment=section.variables(threads=threads, logs=request.folder / "logs", interface=interface),
     )

@@ -11,7 +11,6 @@ import yaml
 from lockstep.base.contracts import Request
 from lockstep.base.errors import CheckpointError, Desync, Interrupted, NonFiniteLoss
 from lockstep.base.yaml_text import BREAKS, YamlDumper, YamlLoader
-from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launchers._kubernetes_config import LONGEST_NAME, KubernetesSection, is_label
 
 RECIPES = "/etc/lockstep"
@@ -59,7 +58,7 @@ def manifest(section: KubernetesSection, request: Request, *, name: str, recipe:
         recipe=yaml.dump(recipe, Dumper=YamlDumper, sort_keys=False, allow_unicode=True),
         recipes=RECIPES,
         script=script,
-        variables={"HF_HOME": f"{section.mount}/.cache/huggingface"} | environment(section, threads=threads, logs=logs),
+        variables={"HF_HOME": f"{section.mount}/.cache/huggingface"} | section.variables(threads=threads, logs=logs),
         grace_seconds=section.grace_seconds + MARGIN_SECONDS,
         final_codes=FINAL,
         interrupted=Interrupted.exit_code,

@@ -20,18 +20,18 @@ from lockstep.base import ctrl_c, hash_seed, lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
 from lockstep.base.world import environment
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
 from lockstep.launch.elastic.node import worker_plan
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
 from lockstep.launch.elastic.stopped_workers import StoppedWorkers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._output_pipe import OutputPipe
 from lockstep.launch.launchers._own_process import OwnProcess
 from lockstep.launch.launchers._spawned_rank import RankStart, error_file, run
+from lockstep.protocol import run_secret
+from lockstep.protocol.environment import RUN_ID
+from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, serve_store
 
 POLL_SECONDS = 0.25
 

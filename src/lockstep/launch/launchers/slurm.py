@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError, few
-from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launch_config import LiveLaunchSection
 
 TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
@@ -105,7 +104,7 @@ class Slurm:
             files[request.folder / JOIN] = self._script(request, joins=True)
         return Plan(
             argv=("sbatch", "--parsable", str(file)),
-            environment=environment(self.config, threads=self.threads, logs=request.folder / "logs"),
+            environment=self.config.variables(threads=self.threads, logs=request.folder / "logs"),
             files=files,
             warnings=(*_short_time(self.config), *_not_mounted(self.config, request)),
         )

@@ -18,8 +18,8 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import SAMPLES, Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of, widened
 from lockstep.core.numerics.word_tokens import IGNORED
+from lockstep.models.metrics.declared_metrics import DeclaredMetric
 from lockstep.models.objectives._objective import Objective
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 TARGET, BYTES = "target", "bytes"
 BYTES_PER_TOKEN = "_bytes"

@@ -15,10 +15,10 @@ from lockstep.base.errors import DataError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
 from lockstep.core.numerics.word_tokens import IGNORED
+from lockstep.models.metrics.classifier_metrics import classifier_metrics
+from lockstep.models.metrics.declared_metrics import DeclaredMetric
 from lockstep.models.objectives._answers import ClassAnswer
 from lockstep.models.objectives._objective import LABEL, PredictingObjective, target_of
-from lockstep.training.metrics.classifier_metrics import classifier_metrics
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 
 class Classification(PredictingObjective):

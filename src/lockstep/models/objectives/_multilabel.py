@@ -15,9 +15,9 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
 from lockstep.models.objectives._answers import ClassesAnswer
 from lockstep.models.objectives._objective import PredictingObjective, target_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 LEAST = 0.5
 """Probability above which a class fits."""

@@ -19,7 +19,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
 from lockstep.core.numerics.word_tokens import IGNORED
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.models.metrics.declared_metrics import DeclaredMetric
 
 LABEL = "label"
 """Name of the column that is predicted."""

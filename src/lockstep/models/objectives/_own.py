@@ -3,8 +3,8 @@
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
+from lockstep.models.metrics.declared_metrics import DeclaredMetric
 from lockstep.models.objectives._objective import Objective
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 
 class Own(Objective):

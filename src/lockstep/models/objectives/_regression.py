@@ -14,9 +14,9 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
 from lockstep.models.objectives._answers import NumbersAnswer
 from lockstep.models.objectives._objective import PredictingObjective, described, target_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 
 class Regression(PredictingObjective):

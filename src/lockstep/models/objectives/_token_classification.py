@@ -19,10 +19,10 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of, widened
 from lockstep.core.numerics.word_tokens import IGNORED, words_of
+from lockstep.models.metrics.classifier_metrics import classifier_metrics
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
 from lockstep.models.objectives._answers import WordsAnswer
 from lockstep.models.objectives._objective import PredictingObjective, target_of
-from lockstep.training.metrics.classifier_metrics import classifier_metrics
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 OUTSIDE, BEGIN, INSIDE = "O", "B-", "I-"
 

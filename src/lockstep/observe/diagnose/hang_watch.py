@@ -22,11 +22,13 @@ from lockstep.base.world import World
 from lockstep.core.distributed import flight_recorder
 from lockstep.core.host import activity
 from lockstep.core.host.loader_stacks import dump_all
-from lockstep.launch.elastic.failure import VERDICT
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.heartbeats import SIGKILL, Heartbeats
 from lockstep.observe.diagnose.stacks import all_stacks, parsed, stack_of, telling
 from lockstep.observe.diagnose.store_notes import StoreNotes
+
+VERDICT = "verdict.json"
+"""The report of the watchdog thread in the folder of logs: {"rank", "text"}."""
 
 
 class TrainingThread:

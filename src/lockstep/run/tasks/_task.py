@@ -12,12 +12,12 @@ from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import local_main_first
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.launch.elastic import live_notes
 from lockstep.observe.diagnose.hang_watch import Limits, Watch
-from lockstep.run import build
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import prepare_splits
+from lockstep.protocol import live_messages
+from lockstep.recipe import build
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import prepare_splits
 
 
 class Task(Protocol):
@@ -83,5 +83,5 @@ def limits(recipe: Recipe) -> Limits:
         timeout_seconds=recipe.launch.collective_timeout_seconds,
         restarts=recipe.observe.on_hang == "restart",
         silent_seconds=recipe.launch.failure_timeout_seconds,
-        recovers_live=live_notes.is_live_worker(),
+        recovers_live=live_messages.is_live_worker(),
     )

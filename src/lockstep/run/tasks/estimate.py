@@ -17,7 +17,7 @@ from lockstep.core.distributed.collectives import reported_once
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.parallel.measurements import Measurements
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.estimate.measurement_runs import MeasurementRequest, begin_part
 from lockstep.tools.estimate.process_measurement import Measurement
 from lockstep.tools.estimate.strategy_timing import timed_strategies

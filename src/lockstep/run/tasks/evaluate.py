@@ -23,13 +23,13 @@ from lockstep.data.dataset import Subset
 from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard, figures
 from lockstep.inference.evaluate.calibration import fitted
-from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_run
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.models.objectives._objective import PredictingObjective
-from lockstep.run.components import evaluate_source
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.components import evaluate_source
+from lockstep.recipe.recipe import Recipe
+from lockstep.run.evaluated_model import Opened, of_export, of_run
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions
 

@@ -12,7 +12,7 @@ from lockstep.core.distributed.process_group import device_model, device_of
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.observe.profile.matmul_peak import mean_flops
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.doctor.diagnosis import FACTS, ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True

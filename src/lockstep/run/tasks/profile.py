@@ -23,8 +23,8 @@ from lockstep.core.modules.dtensors import local_tensor
 from lockstep.observe.profile.matmul_peak import peak_flops
 from lockstep.observe.profile.operators import most_expensive
 from lockstep.observe.profile.step_trace import Steps, trace_file, traced
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.scale import FewTestSamples
 from lockstep.run.tasks.train import TrainTask
 from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest

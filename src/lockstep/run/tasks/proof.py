@@ -19,8 +19,8 @@ from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Trace
 from lockstep.data.dataset import spread_evenly
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import checked

@@ -6,8 +6,8 @@ from pathlib import Path
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data.dataset import spread_evenly
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 
 NEEDS_GROUP = True

@@ -22,13 +22,13 @@ from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
-from lockstep.launch import run_folder
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.observe.run_history import RunHistory
-from lockstep.run import recipe as recipes
-from lockstep.run.components import Components, start_notes
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import run_folder
+from lockstep.recipe.components import Components, start_notes
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import training_summary

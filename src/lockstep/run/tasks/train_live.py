@@ -18,11 +18,11 @@ from lockstep.core.distributed.collectives import confirm_on_all_ranks
 from lockstep.core.distributed.live_group import LiveGroup
 from lockstep.core.host import activity
 from lockstep.core.host.signals import SignalWatch
-from lockstep.launch.elastic.live_notes import Formation, Position, take_terminal
 from lockstep.observe.run_history import RunHistory
 from lockstep.observe.sinks.progress import ProgressSink
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
+from lockstep.protocol.live_messages import Formation, Position, take_terminal
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training.findings import Finding

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launch_run import NodeAddress
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import Splits
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import Splits
 from lockstep.tools.doctor.diagnosis import Diagnosis, RankFacts
 from lockstep.tools.trials import prepared
 
@@ -84,7 +84,7 @@ class Case:
     @cached_property
     def parameters(self) -> Attempt:
         """Number of the model's parameters, or the error."""
-        from lockstep.run.build import build_model  # noqa: PLC0415 (torch and the model's library)
+        from lockstep.recipe.build import build_model  # noqa: PLC0415 (torch and the model's library)
 
         return Attempt.of(
             lambda: sum(each.numel() for each in build_model(self.recipe, self.splits.train.spec).parameters())

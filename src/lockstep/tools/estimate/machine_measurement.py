@@ -13,7 +13,7 @@ from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.parallel.memory_forecast import PartialSums, peak_of_passes, sequential_sums
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.estimate.measurement_runs import MeasurementRuns, StepSeconds
 
 SECONDS = ("fetch", "passes", "update")

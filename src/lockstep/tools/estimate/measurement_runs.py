@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lockstep.base import storage
 from lockstep.parallel.measurements import Measurements, Seconds
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.trials import TrialFailed, processes_text, strategy, varied
 

@@ -29,10 +29,10 @@ from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, profile_modules
 from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.tensor_plan import splittable
-from lockstep.run import build
-from lockstep.run.components import requested_metrics
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import open_splits
+from lockstep.recipe import build
+from lockstep.recipe.components import requested_metrics
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import open_splits
 from lockstep.tools.trials import strategy
 from lockstep.training.state import TrainState
 from lockstep.training.step import step

@@ -15,8 +15,8 @@ from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run import build
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import strategy
 from lockstep.training.step import step
 

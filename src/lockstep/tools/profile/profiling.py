@@ -18,7 +18,7 @@ from lockstep.base.escaping_console import escape_name
 from lockstep.core.host.phases import BUSY, OF_STEPS, Phase
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.observe.profile.step_trace import trace_file
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest, RankProfile
 from lockstep.tools.trials import TrialFailed, prepared, processes_text, timed_lines

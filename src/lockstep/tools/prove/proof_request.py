@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 REFUSED = "refused.json"
 """File of a process that refuses its request: {"reason"}."""

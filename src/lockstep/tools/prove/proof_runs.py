@@ -16,7 +16,7 @@ from lockstep.base.world import cores
 from lockstep.checkpoint.layout import listed, step_of
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.trials import TrialFailed, processes_text, strategy

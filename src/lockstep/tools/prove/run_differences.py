@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.core.modules.module_trace import fingerprint, origin
-from lockstep.run.recipe import Recipe
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.compare.run_evidence import DIGESTS, LOGGED
 from lockstep.tools.prove import strategy_choice
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 EQUAL_MEASURES = "runs of equal weights measure the same"
 NOT_MEASURED = {"kind", "step", "epoch", "samples"}

@@ -18,9 +18,9 @@ from lockstep.base import devices
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.world import World
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.run.components import evaluation_requests, requested_metrics
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import Splits
+from lockstep.recipe.components import evaluation_requests, requested_metrics
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import Splits
 from lockstep.tools.prove import strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns

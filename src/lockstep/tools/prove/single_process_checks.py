@@ -24,8 +24,8 @@ from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.run import build
-from lockstep.run.components import Components
+from lockstep.recipe import build
+from lockstep.recipe.components import Components
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.trace_diff import REPEATED, RunTrace, TraceDifference, explained, first_difference
 from lockstep.training.loss_checks import generator_states

@@ -3,7 +3,7 @@
 from lockstep.base import plugins
 from lockstep.base.errors import LockstepError
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import strategy
 
 

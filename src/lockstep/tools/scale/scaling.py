@@ -20,7 +20,7 @@ from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.memory_meter import GB
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.observe.svg_figure import draw_svg
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.trials import TrialFailed, check_writable, prepared, processes_text, timed_lines
 

@@ -10,10 +10,10 @@ from typing import Any
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, absence, nearest
 from lockstep.checkpoint.metric_modes import Mode, mode_by_name, split_sign
-from lockstep.run import recipe as recipes
-from lockstep.run import recipe_trust
-from lockstep.run.recipe import Recipe
-from lockstep.run.recipe_trust import SWEEP
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.recipe_trust import SWEEP
 from lockstep.tools.sweep import suggestions, sweep_state
 from lockstep.tools.sweep.search_space import overrides, parse, shown
 from lockstep.tools.sweep.sweep_state import CONFIG, MOST_TRIALS, Prune, Search, Sweep, SweepTrial

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.checkpoint.metric_modes import Mode, is_better
-from lockstep.run.recipe_trust import SWEEP
+from lockstep.recipe.recipe_trust import SWEEP
 from lockstep.tools.sweep.search_space import SweptKey
 
 CONFIG = "sweep.yaml"

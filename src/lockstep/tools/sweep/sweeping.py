@@ -25,7 +25,7 @@ from lockstep.launch import launch_run, run_control
 from lockstep.launch.elastic import fork_server
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg

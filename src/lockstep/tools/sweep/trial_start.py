@@ -10,8 +10,8 @@ from typing import NoReturn
 from lockstep.base.errors import LockstepError
 from lockstep.base.lifetime import end_with_parent
 from lockstep.launch import recovery
-from lockstep.launch.elastic import environment
-from lockstep.run import recipe as recipes
+from lockstep.protocol import environment
+from lockstep.recipe import recipe as recipes
 
 
 def run(argv: list[str]) -> NoReturn:

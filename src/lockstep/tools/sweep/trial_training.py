@@ -14,13 +14,13 @@ from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.lifetime import Started
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
-from lockstep.launch import run_folder
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
 from lockstep.observe.report.goodput import starts
 from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import run_folder
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.compare.run_evidence import DECIDED
 from lockstep.tools.sweep.sweep_state import Measured, SweepTrial

@@ -14,7 +14,7 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.observe.progress_bar import counting
 from lockstep.observe.svg_figure import draw_svg
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.loss_curve import Curve, rates_between
 from lockstep.tools.tune.trial_work import TrialRequest

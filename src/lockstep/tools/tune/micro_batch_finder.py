@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lockstep.base.errors import ConfigError
 from lockstep.core.host.memory_meter import GB, available_bytes
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.trial_work import TrialRequest

@@ -18,7 +18,7 @@ import torch
 
 from lockstep.base import ctrl_c
 from lockstep.core.host.memory_meter import resident_bytes
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import TrialFailed, strategy, varied
 from lockstep.tools.tune.trial_work import TrialRequest, TrialResult, work
 

@@ -23,9 +23,9 @@ from lockstep.core.distributed import process_group
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import select
-from lockstep.run import build
-from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import build
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
 from lockstep.training.step import step
 

@@ -10,7 +10,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.world import World
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import check_writable, prepared
 from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.base.errors import ConfigError
-from lockstep.launch import run_folder
+from lockstep.recipe import run_folder
 from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
 

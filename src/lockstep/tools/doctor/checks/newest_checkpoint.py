@@ -7,7 +7,7 @@ from lockstep.base.errors import LockstepError
 from lockstep.checkpoint import layout
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
-from lockstep.run import recipe as recipes
+from lockstep.recipe import recipe as recipes
 from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
 from lockstep.training import resume

@@ -12,7 +12,7 @@ from lockstep.base import storage, trust
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import FACTS, MB, Diagnosis, ExaminationRequest, RankFacts

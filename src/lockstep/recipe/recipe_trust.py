@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lockstep.base import trust
 from lockstep.base.config import Section
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 SWEEP = "sweep.json"
 """File in the folder of a sweep, beside a copy of its config."""

@@ -11,8 +11,8 @@ import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.elastic.store_client import StoreClient
-from lockstep.launch.elastic.store_server import StoreServer
+from lockstep.protocol.store_client import StoreClient
+from lockstep.protocol.store_server import StoreServer
 
 LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 0.5

@@ -10,8 +10,8 @@ from lockstep.base.errors import CheckpointError, ConfigError, absence
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.layout import CheckpointSection, listed
 from lockstep.observe.run_settings import LOOP, RECIPE, has_settings, settings_of
-from lockstep.run import recipe as recipes
-from lockstep.run.recipe import Recipe
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
 LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")

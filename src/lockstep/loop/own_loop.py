@@ -26,18 +26,18 @@ from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
 from lockstep.data.loader import SampleLoader, Samples, Together
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.loop.loop_folder import LoopFolder
+from lockstep.loop.loop_settings import Schedule, loop_settings
+from lockstep.loop.loop_sums import contents, measured, world_sums
+from lockstep.loop.own_step import OwnStep, ScriptGuard
+from lockstep.loop.script_model import AutocastForward, made_equal, wrapped
+from lockstep.loop.script_optimizer import ScriptOptimizer, made_scheduler
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.parallel.replicated import Stepwise
-from lockstep.run.loop_folder import LoopFolder
-from lockstep.run.loop_settings import Schedule, loop_settings
-from lockstep.run.loop_sums import contents, measured, world_sums
 from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
 from lockstep.training.loop_state import Deadline, Training
-from lockstep.training.own_step import OwnStep, ScriptGuard
-from lockstep.training.script_model import AutocastForward, made_equal, wrapped
-from lockstep.training.script_optimizer import ScriptOptimizer, made_scheduler
 from lockstep.training.state import TrainState
 from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update

@@ -18,13 +18,13 @@ from torch.distributed import DistError, Store
 
 from lockstep.base import storage
 from lockstep.base.errors import LaunchError
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.admission import NONCE_PREFIX
-from lockstep.launch.elastic.live_notes import Formation
+from lockstep.launch.elastic.join_checks import NONCE_PREFIX
 from lockstep.launch.elastic.membership import NOTE, Membership, RoundState
-from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT, Endpoint, answers
-from lockstep.launch.elastic.store_client import connected
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.protocol import run_secret
+from lockstep.protocol.live_messages import Formation
+from lockstep.protocol.rendezvous import STORE_TIMEOUT, Endpoint, answers
+from lockstep.protocol.store_client import connected
 
 GATHER_SECONDS, MARGIN_SECONDS = 3.0, 1.0
 """How much later than this node the others may miss the leader."""

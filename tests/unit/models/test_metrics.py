@@ -32,10 +32,10 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
+from lockstep.models.metrics.declared_metrics import declared_metrics
+from lockstep.models.metrics.metric_tally import MergedTally, SumTally, tally
 from lockstep.models.objectives._choice import objective_of
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, evaluate, trial_evaluation
-from lockstep.training.metrics.declared_metrics import declared_metrics
-from lockstep.training.metrics.metric_tally import MergedTally, SumTally, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8

@@ -16,7 +16,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 Contribution = Any
 """Contribution of a micro-batch to a metric; None if the metric's arguments are None for it."""

@@ -34,7 +34,7 @@ from lockstep.data.sampler import ShardRequest, TrainingRequests
 from lockstep.data.stream import Stream
 from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
 from lockstep.models.objectives._choice import TAGS, name_of, with_objective
-from lockstep.run.recipe import Recipe
+from lockstep.recipe.recipe import Recipe
 
 MISSING = {"", "none", "null", "nan", "na", "n/a", "<na>"}
 """Texts in tables that mean a missing value."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint
-from lockstep.launch.elastic.store_client import StoreClient, connected
+from lockstep.protocol import run_secret
+from lockstep.protocol.rendezvous import LOOPBACK, Endpoint
+from lockstep.protocol.store_client import StoreClient, connected
 
 NAME, JOINS, TERMINAL = "LOCKSTEP_LIVE", "LOCKSTEP_LIVE_JOINS", "LOCKSTEP_LIVE_TERMINAL"
 """Variables of a worker: its name; whether it joins a run in progress; descriptors of the launcher's terminal."""
@@ -201,7 +201,7 @@ def take_terminal() -> None:
         os.dup2(int(terminal), descriptor)
 
 
-class LiveNotes:
+class LiveMessages:
     """The machine's store, for use by one thread. Methods raise DistError when it is lost."""
 
     def __init__(self, store: Store) -> None:
@@ -209,7 +209,7 @@ class LiveNotes:
         self._published = 0
 
     @classmethod
-    def from_environment(cls) -> "LiveNotes":
+    def from_environment(cls) -> "LiveMessages":
         """Connect to the store of this worker's launcher."""
         return cls(store_at(Endpoint(host=LOOPBACK, port=int(os.environ[PORT])), timeout=PATIENCE))
 

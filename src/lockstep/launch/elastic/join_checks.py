@@ -12,10 +12,10 @@ import torch
 from torch.distributed import DistError
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT, Endpoint
-from lockstep.launch.elastic.store_client import StoreClient, connected
-from lockstep.launch.elastic.store_server import StoreServer
+from lockstep.protocol import run_secret
+from lockstep.protocol.rendezvous import STORE_TIMEOUT, Endpoint
+from lockstep.protocol.store_client import StoreClient, connected
+from lockstep.protocol.store_server import StoreServer
 
 POLL_SECONDS = 0.25
 NFS_CACHE_SECONDS = 60.0

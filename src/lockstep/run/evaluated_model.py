@@ -22,12 +22,12 @@ from lockstep.inference.evaluate.evaluation_samples import of_file, without_augm
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
+from lockstep.models.metrics.declared_metrics import declared_metrics, is_requested
 from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.models.objectives._objective import Objective
-from lockstep.run.splits import check_classes
+from lockstep.recipe.splits import check_classes
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import EvaluationTarget
-from lockstep.training.metrics.declared_metrics import declared_metrics, is_requested
 
 
 @dataclass(frozen=True, kw_only=True)

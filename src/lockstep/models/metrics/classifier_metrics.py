@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.training.metrics.declared_metrics import CONFUSION, SummedMetric
+from lockstep.models.metrics.declared_metrics import CONFUSION, SummedMetric
 
 
 def confusion(predicted: Tensor, label: Tensor, *, classes: int, ignored: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from lockstep.launch.elastic.store_server import (
+from lockstep.protocol.store_server import (
     ADMISSION_SECONDS,
     LARGEST,
     LARGEST_FIRST,

@@ -27,17 +27,16 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.preparation import Preparation, needed
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
-from lockstep.launch.elastic import live_notes
-from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.models._own_functions import own_metrics
+from lockstep.models.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested, mode_of
 from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.models.objectives._objective import PredictingObjective
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import Splits
-from lockstep.run.warm_start import WarmStart
+from lockstep.protocol import live_messages
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import Splits
+from lockstep.recipe.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import LOSS_IS, Finding
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested, mode_of
 from lockstep.training.model_checks import ModelCheck, check_lone_sample
 from lockstep.training.state import TrainState
 
@@ -243,13 +242,13 @@ def start_notes(parts: Components, world: World) -> list[str]:
         + (parts.warm_start.notes if parts.warm_start else ())
     )
     kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
-    is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
+    is_open = launch.decides_recovery and launch.max_restarts > 0
     if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
         notes.append(
             f"if a process is lost, all start again from the newest checkpoint: with parallel.kind={kind} they hold "
             "one copy of the training state together"
         )
-    if live_notes.is_live_worker() and parts.recipe.observe.file is not None:
+    if live_messages.is_live_worker() and parts.recipe.observe.file is not None:
         notes.append(
             "if rank 0 is lost, the observers of observe.file begin anew on another process: one that steers by what "
             "it remembers may then ask for something else; launch.recovery=restart keeps that"

@@ -25,10 +25,10 @@ from lockstep.data.fingerprint import labels_of
 from lockstep.models import _own_functions
 from lockstep.models._adapter import attach
 from lockstep.models.objectives._choice import objective_of_classes, with_objective
-from lockstep.run.components import Components, requested_metrics, with_modes
-from lockstep.run.recipe import Recipe
-from lockstep.run.splits import open_splits
-from lockstep.run.warm_start import warm_start
+from lockstep.recipe.components import Components, requested_metrics, with_modes
+from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import open_splits
+from lockstep.recipe.warm_start import warm_start
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, own_schedule
 from lockstep.training.optim import rules_of

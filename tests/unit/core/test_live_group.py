@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import pytest
 
-from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.live_notes import NAME, PORT, Formation, LiveNotes
-from lockstep.launch.elastic.store_server import StoreServer
+from lockstep.protocol import run_secret
+from lockstep.protocol.live_messages import NAME, PORT, Formation, LiveMessages
+from lockstep.protocol.store_server import StoreServer
 
 pytestmark = pytest.mark.timeout(120)
 CONNECTING = """
@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from lockstep.base.errors import PeerLost
 from lockstep.core.distributed import process_group
-from lockstep.launch.elastic.live_notes import store_at
-from lockstep.launch.elastic.rendezvous import Endpoint
+from lockstep.protocol.live_messages import store_at
+from lockstep.protocol.rendezvous import Endpoint
 
 rank = int(sys.argv[1])
 hour = timedelta(hours=1)
@@ -79,7 +79,7 @@ def test_a_process_that_is_lost_while_another_group_is_opened(place):
 def test_a_process_that_stays_in_a_collective_is_killed(place):
     """As if Gloo had not noticed that the connections are closed."""
     store, environment = place
-    notes = LiveNotes(store)
+    notes = LiveMessages(store)
     notes.publish(Formation(version=1, generation=1, members=("0.0.1",), is_training=True))
     one = process(STUCK, "0.0.1", env=environment)
     assert one.stdout.readline() == "ready\n"

@@ -17,9 +17,9 @@ from lockstep.base.contracts import samples_of
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.data.data_config import AUTO, BYTES, NO_PROCESSOR, AudioSection, PixelSection
-from lockstep.inference.export.export_config import ExportSection
 from lockstep.observe.observe_config import ObserveSection
 from lockstep.observe.run_settings import known_settings
+from lockstep.recipe.export_config import ExportSection
 from lockstep.training.optim_config import WHOLE_TENSORS, OptimSection, ScheduleSection
 from lockstep.training.training_config import EvaluateSection, TrainSection
 

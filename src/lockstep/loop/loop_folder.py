@@ -18,13 +18,13 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
-from lockstep.launch import run_folder
+from lockstep.loop.loop_settings import LoopSettings
+from lockstep.loop.script_optimizer import ScriptOptimizer
 from lockstep.observe.run_history import RunHistory
 from lockstep.observe.run_settings import LOOP, RECIPE
-from lockstep.run.loop_settings import LoopSettings
+from lockstep.recipe import run_folder
 from lockstep.training.resume import NumericRecipe, resumed
 from lockstep.training.saving import Saving
-from lockstep.training.script_optimizer import ScriptOptimizer
 from lockstep.training.state import TrainState
 
 SCRIPT = "script"
