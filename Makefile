@@ -14,7 +14,9 @@ ONE_THREAD := OMP_NUM_THREADS=1
 setup:
 	@scripts/setup.sh
 
-demo: setup
+# It installs what training, evaluation, export and serving need; `make setup` adds what tests, docs and trackers need.
+demo:
+	@EXTRAS=hub,serve scripts/setup.sh
 	@scripts/demo.sh
 
 # Of Debian, for the tests in a browser and those on a Slurm cluster.

@@ -18,7 +18,6 @@ from lockstep.base import plugins, trust
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust
 from lockstep.tools.doctor import examination
-from lockstep.tools.doctor.case import Case, NotExamined
 from lockstep.tools.doctor.checks import (
     batches,
     built_model,
@@ -33,6 +32,7 @@ from lockstep.tools.doctor.checks import (
     training_steps,
 )
 from lockstep.tools.doctor.diagnosis import RankFacts
+from lockstep.tools.doctor.doctor_context import DoctorContext, NotExamined
 
 CONFIG = """
 data: {kind: digits}
@@ -50,11 +50,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def case_of(folder, *settings):
+def context_of(folder, *settings):
     file = folder / "c.yaml"
     recipe = recipes.load(file, list(settings))
     trust.own(recipe_trust.code_of_files(recipe))
-    return Case(recipe=recipe, config=file)
+    return DoctorContext(recipe=recipe, config=file)
 
 
 def codes(findings):
@@ -72,7 +72,7 @@ def codes(findings):
     ],
 )
 def test_batches(folder, settings, found):
-    assert codes(batches.check(case_of(folder, *settings))) == found
+    assert codes(batches.check(context_of(folder, *settings))) == found
 
 
 BROKEN = """
@@ -96,44 +96,44 @@ def source(options, split):
 def test_samples(folder):
     (folder / "mine.py").write_text(BROKEN)
     mine = ["data.kind=user", "data.file=mine.py"]
-    assert codes(samples.check(case_of(folder))) == []
-    assert codes(samples.check(case_of(folder, "data.kind=user", "data.file=nowhere.py"))) == ["LS-DATA-01"]
-    found = list(samples.check(case_of(folder, *mine)))
+    assert codes(samples.check(context_of(folder))) == []
+    assert codes(samples.check(context_of(folder, "data.kind=user", "data.file=nowhere.py"))) == ["LS-DATA-01"]
+    found = list(samples.check(context_of(folder, *mine)))
     assert [(each.code, each.severity) for each in found] == [("LS-DATA-02", "error")] * 2
     assert "KeyError: 'sample is broken'" in found[0].cause
-    skipping = samples.check(case_of(folder, *mine, "data.on_bad_sample=skip"))
+    skipping = samples.check(context_of(folder, *mine, "data.on_bad_sample=skip"))
     assert {each.severity for each in skipping} == {"note"}
-    assert codes(samples.check(case_of(folder, "data.workers=40"))) == ["LS-DATA-03"]
-    assert codes(samples.check(case_of(folder, "launch.processes=64"))) == []  # it has no loader processes
+    assert codes(samples.check(context_of(folder, "data.workers=40"))) == ["LS-DATA-03"]
+    assert codes(samples.check(context_of(folder, "launch.processes=64"))) == []  # it has no loader processes
 
 
 def test_a_model_and_data_that_cannot_be_had(folder):
     """What rests on them is not examined, and no second finding says the same."""
     (folder / "model.py").write_text("def build(options, spec):\n    raise ZeroDivisionError('no layers')\n")
-    case = case_of(folder, "model.kind=user", "model.file=model.py")
-    (found,) = built_model.check(case)
+    context = context_of(folder, "model.kind=user", "model.file=model.py")
+    (found,) = built_model.check(context)
     assert found.code == "LS-MODEL-01" and "ZeroDivisionError: no layers" in found.cause
     for check in (folder_of_runs.check, training_steps.check):
         with pytest.raises(NotExamined):
-            list(check(case))
+            list(check(context))
     (folder / "texts.csv").write_text("text,label\ngood,a\nbad,b\n")
     texts = ["data={kind: files, train: texts.csv, test: texts.csv}", "model={kind: transformer, name: /nowhere}"]
-    case = case_of(folder, *texts)
-    assert codes(samples.check(case)) + codes(built_model.check(case)) == ["LS-MODEL-01"]
-    case = case_of(folder, "data.kind=user", "data.file=nowhere.py")
-    assert codes(built_model.check(case)) == []
+    context = context_of(folder, *texts)
+    assert codes(samples.check(context)) + codes(built_model.check(context)) == ["LS-MODEL-01"]
+    context = context_of(folder, "data.kind=user", "data.file=nowhere.py")
+    assert codes(built_model.check(context)) == []
 
 
 def test_the_folder_of_runs(folder):
     check = folder_of_runs.check
-    assert codes(check(case_of(folder))) == []
+    assert codes(check(context_of(folder))) == []
     (folder / "file").touch()
-    assert codes(check(case_of(folder, "run.dir=file/runs"))) == ["LS-RUN-01"]
-    assert codes(check(case_of(folder, "run.dir=/proc"))) == ["LS-RUN-01"]
-    assert codes(check(case_of(folder, "checkpoint.keep=1000000000"))) == ["LS-RUN-04"]
+    assert codes(check(context_of(folder, "run.dir=file/runs"))) == ["LS-RUN-01"]
+    assert codes(check(context_of(folder, "run.dir=/proc"))) == ["LS-RUN-01"]
+    assert codes(check(context_of(folder, "checkpoint.keep=1000000000"))) == ["LS-RUN-04"]
     (folder / "runs" / "a").mkdir(parents=True)
     (folder / "runs" / "a" / "checkpoints").touch()
-    assert codes(check(case_of(folder))) == ["LS-RUN-05"]
+    assert codes(check(context_of(folder))) == ["LS-RUN-05"]
     assert list((folder / "runs").iterdir()) == [folder / "runs" / "a"]
 
 
@@ -141,7 +141,7 @@ def test_a_limit_on_the_size_of_files(folder):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        assert codes(folder_of_runs.check(case_of(folder)))[0] == "LS-RUN-02"
+        assert codes(folder_of_runs.check(context_of(folder)))[0] == "LS-RUN-02"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -149,7 +149,7 @@ def test_a_limit_on_the_size_of_files(folder):
 def test_a_disk_that_syncs_slowly(folder, monkeypatch):
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: time.sleep(1.1 * folder_of_runs.SLOW_SECONDS) or sync(file))
-    (found,) = folder_of_runs.check(case_of(folder))
+    (found,) = folder_of_runs.check(context_of(folder))
     assert (found.code, found.severity) == ("LS-RUN-03", "warning") and str(folder) in found.cause
 
 
@@ -176,15 +176,15 @@ def test_the_newest_checkpoint(folder):
     done = lockstep(folder, "train", "c.yaml", *same)
     assert done.returncode == 0, done.stderr
     check, run = newest_checkpoint.check, folder / "runs" / "a"
-    assert codes(check(case_of(folder, *same))) == []
-    assert codes(check(case_of(folder))) == ["LS-CKPT-02"]
+    assert codes(check(context_of(folder, *same))) == []
+    assert codes(check(context_of(folder))) == ["LS-CKPT-02"]
     with (run / "history.jsonl").open("a") as file:
         line = {"time": 1.0, "kind": "saved", "step": 1, "seconds": 100.0, "stall_seconds": 0.1}
         file.write(json.dumps(line) + "\n")
-    assert codes(check(case_of(folder, *same))) == ["LS-CKPT-03"]
+    assert codes(check(context_of(folder, *same))) == ["LS-CKPT-03"]
     part = next((run / "checkpoints").glob("step-*/__0_0.distcp"))
     part.write_bytes(part.read_bytes()[:-1])
-    (found, _) = check(case_of(folder, *same))
+    (found, _) = check(context_of(folder, *same))
     assert (found.code, found.severity) == ("LS-CKPT-01", "error")
 
 
@@ -192,23 +192,23 @@ def test_cores_and_limits(folder, tmp_path):
     stat = tmp_path / "cpu.stat"
     stat.write_text("usage_usec 12\nnr_throttled 3\nthrottled_usec 5000000\n")
     for number, severity in ((psutil.cpu_count() + 1, "warning"), (100 * psutil.cpu_count(), "error")):  # as train does
-        many = next(cores.check(case_of(folder, f"launch.processes={number}")))
+        many = next(cores.check(context_of(folder, f"launch.processes={number}")))
         assert (many.code, many.severity) == ("LS-CPU-01", severity)
-    assert "LS-CPU-02" in codes(cores.check(case_of(folder, "launch.processes=1"), cgroup=stat))
+    assert "LS-CPU-02" in codes(cores.check(context_of(folder, "launch.processes=1"), cgroup=stat))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
     try:
-        assert "LS-SYS-02" in codes(limits.check(case_of(folder)))
+        assert "LS-SYS-02" in codes(limits.check(context_of(folder)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert "LS-SYS-03" in codes(limits.check(case_of(folder, "launch.processes=4096")))
+    assert "LS-SYS-03" in codes(limits.check(context_of(folder, "launch.processes=4096")))
 
 
 def test_a_busy_machine(folder):
     """Real processes on every core."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(psutil.cpu_count())]
     try:
-        assert "LS-CPU-03" in codes(cores.check(case_of(folder)))
+        assert "LS-CPU-03" in codes(cores.check(context_of(folder)))
     finally:
         for process in busy:
             process.kill()
@@ -216,10 +216,10 @@ def test_a_busy_machine(folder):
 
 
 def test_the_network(folder, monkeypatch):
-    assert codes(network.check(case_of(folder))) == []
-    assert codes(network.check(case_of(folder, "launch.interface=eth77"))) == ["LS-NET-02"]
+    assert codes(network.check(context_of(folder))) == []
+    assert codes(network.check(context_of(folder, "launch.interface=eth77"))) == ["LS-NET-02"]
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    assert codes(network.check(case_of(folder))) == ["LS-NET-01"]
+    assert codes(network.check(context_of(folder))) == ["LS-NET-01"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="namespaces need root and unshare")
@@ -240,8 +240,8 @@ def test_a_loopback_that_is_down(folder):
 
 def test_gpus(folder):
     """The fields as the driver prints them, of a healthy GPU and of others; settings that slow NCCL down."""
-    case = case_of(folder, "launch.environment={NCCL_P2P_DISABLE: '1', CUDA_LAUNCH_BLOCKING: '1'}")
-    assert codes(gpu_health.check(case)) == ["LS-GPU-02"] * 2
+    context = context_of(folder, "launch.environment={NCCL_P2P_DISABLE: '1', CUDA_LAUNCH_BLOCKING: '1'}")
+    assert codes(gpu_health.check(context)) == ["LS-GPU-02"] * 2
     assert [codes(gpu_health.shared_out(3, gpus)) for gpus in (0, 2, 3)] == [[], ["LS-GPU-01"], []]
     healthy = {"errors": "0", "thermal": "Not Active", "power": "Not Active", "used": "4", "total": "143771"}
     assert codes(gpu_health.health(0, healthy)) == []
@@ -282,8 +282,8 @@ def build(options, spec):
 )
 def test_training_steps(folder, line, settings, found, text):
     (folder / "model.py").write_text(MODEL.replace("FORWARD", line))
-    case = case_of(folder, "model.kind=user", "model.file=model.py", *settings)
-    seen = list(training_steps.check(case))
+    context = context_of(folder, "model.kind=user", "model.file=model.py", *settings)
+    seen = list(training_steps.check(context))
     assert codes(seen) == found
     assert text in seen[0].cause + seen[0].repair
     assert [path for path in folder.iterdir() if path.name.startswith(".lockstep")] == []

@@ -12,7 +12,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
-from lockstep.run.tasks.proof import ProofTask
+from lockstep.run.tasks.prove import ProofTask
 from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.run_proof import Proof

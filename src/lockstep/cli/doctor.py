@@ -43,14 +43,14 @@ def command(
         console.print("waiting for Slurm to run it on the machines of a run ...", style="dim")
         return subprocess.run(elsewhere, check=False).returncode
     from lockstep.tools.doctor import examination
-    from lockstep.tools.doctor.case import Case
+    from lockstep.tools.doctor.doctor_context import DoctorContext
 
-    case = Case(recipe=recipe, config=path, node=node)
-    found = examination.examine(case, console, is_quick=quick)
-    if case.is_leading or found:
-        examination.show(found, case, console)
-    if json is not None and case.is_leading:
-        examination.write(found, case, json)
+    context = DoctorContext(recipe=recipe, config=path, node=node)
+    found = examination.examine(context, console, is_quick=quick)
+    if context.is_leading or found:
+        examination.show(found, context, console)
+    if json is not None and context.is_leading:
+        examination.write(found, context, json)
     return int(any(finding.severity == "error" for finding in found))
 
 

@@ -29,7 +29,7 @@ class StrategySection(PluginSection):
         return {}
 
     @property
-    def leaves_the_promise(self) -> str | None:
+    def breaks_reproducibility(self) -> str | None:
         """Reason why the weights differ from those of other strategies, if they do."""
         return None
 

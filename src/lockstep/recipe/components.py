@@ -154,7 +154,7 @@ class Components:
         """Why the weights depend on the number of processes; None where they do not."""
         if self.uses_sync_batchnorm:
             return "batchnorm is sync: the weights depend on the number of processes"
-        if reason := self.recipe.parallel.leaves_the_promise:
+        if reason := self.recipe.parallel.breaks_reproducibility:
             return str(reason)
         if self.recipe.run.reproducibility == "fast":
             return "reproducibility is fast: the last bits of the weights depend on the number of processes"

@@ -286,7 +286,7 @@ def test_settings_say_what_they_change():
     module = plugins.implementation("parallel.strategies", "tensor")
     assert module.Config(kind="tensor", size=2).numeric(4) == {"kind": "tensor", "size": 2}
     assert module.Config(kind="tensor").numeric(4) == {"kind": "tensor", "size": 4}
-    assert "number of processes" in module.Config(kind="tensor").leaves_the_promise
+    assert "number of processes" in module.Config(kind="tensor").breaks_reproducibility
 
 
 def test_an_overflow_is_everybodys(ranks, llama):

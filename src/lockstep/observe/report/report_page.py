@@ -15,7 +15,7 @@ from lockstep.base.templates import ROOT, render
 from lockstep.observe.report.charts import charts, table
 from lockstep.observe.report.goodput import Goodput, Start, goodput, starts
 from lockstep.observe.report.run_files import RunFiles, read
-from lockstep.observe.report.timeline import Happening, timeline
+from lockstep.observe.report.timeline import TimelineEvent, timeline
 from lockstep.observe.run_lines import HistoryLine
 
 FILE = "report.html"
@@ -43,8 +43,8 @@ def html(runs: Sequence[RunFiles]) -> str:
     timelines = [timeline(each, is_running=is_running(run)) for run, each in zip(runs, histories, strict=True)]
     marks = [
         {"run": number, "step": each.step, "text": each.text}
-        for number, happenings in enumerate(timelines)
-        for each in happenings
+        for number, timeline_events in enumerate(timelines)
+        for each in timeline_events
         if each.is_mark
     ]
     data = {"names": names, "colours": COLOURS, "marks": marks, "charts": [chart.plain() for chart in drawn]}
@@ -77,7 +77,7 @@ def is_running(run: RunFiles) -> bool:
     return not run.summary.status
 
 
-def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[Happening]) -> dict[str, Any]:
+def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[TimelineEvent]) -> dict[str, Any]:
     """Return the values that the page shows of one run, besides its name."""
     spent = goodput(history)
     began = history[0].began if history else 0.0
@@ -85,7 +85,7 @@ def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[Happe
         "parts": parts(spent) if spent else [],
         "goodput": spent,
         "timeline": [
-            {"happening": each, "when": datetime.fromtimestamp(each.time).astimezone(), "after": each.time - began}
+            {"event": each, "when": datetime.fromtimestamp(each.time).astimezone(), "after": each.time - began}
             for each in entries
         ],
         "matrix": matrix(run),

@@ -13,7 +13,7 @@ MOST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happening:
+class TimelineEvent:
     """One line of the timeline."""
 
     time: float
@@ -25,9 +25,9 @@ class Happening:
     is_bad: bool = False
 
 
-def timeline(starts: Sequence[Start], *, is_running: bool) -> list[Happening]:
+def timeline(starts: Sequence[Start], *, is_running: bool) -> list[TimelineEvent]:
     """List the lines. `is_running`: the last start may still go on, so that a missing end means nothing."""
-    found: list[Happening] = []
+    found: list[TimelineEvent] = []
     for number, start in enumerate(starts):
         if MOST <= number < len(starts) - MOST:  # is left out below
             continue
@@ -39,7 +39,7 @@ def timeline(starts: Sequence[Start], *, is_running: bool) -> list[Happening]:
     return _shorten(found)
 
 
-def _describe_start(start: Start, before: Start | None) -> Happening:
+def _describe_start(start: Start, before: Start | None) -> TimelineEvent:
     processes = f"{start.world_size} process{'' if start.world_size == 1 else 'es'}"
     device = start.lines[0].device
     if before is None and not start.first_step:
@@ -48,18 +48,18 @@ def _describe_start(start: Start, before: Start | None) -> Happening:
         text = f"resumed at step {start.first_step:,} on {processes} ({device})"
         if before is not None and before.world_size != start.world_size:
             text += f"; before, there were {before.world_size}"
-    return Happening(time=start.began, step=start.first_step, text=text, is_mark=before is not None)
+    return TimelineEvent(time=start.began, step=start.first_step, text=text, is_mark=before is not None)
 
 
-def _describe_kill(start: Start, after: Start | None) -> Happening:
+def _describe_kill(start: Start, after: Start | None) -> TimelineEvent:
     step = start.lines[-1].step
     text = f"ended without a word after step {step:,}: killed, or its machine was lost"
     if after is not None and after.first_step < step:
         text += f"; steps {after.first_step + 1:,} to {step:,} were done again"
-    return Happening(time=start.ended, step=step, text=text, is_mark=True, is_bad=True)
+    return TimelineEvent(time=start.ended, step=step, text=text, is_mark=True, is_bad=True)
 
 
-def _describe_line(line: HistoryLine) -> Happening | None:
+def _describe_line(line: HistoryLine) -> TimelineEvent | None:
     is_bad = line.kind == "warned" or line.status == "failed"
     stall = f"training stood still for {1000 * line.stall_seconds:.0f} ms"
     texts = {
@@ -71,10 +71,10 @@ def _describe_line(line: HistoryLine) -> Happening | None:
         "ended": line.status,
     }
     text = texts.get(line.kind)
-    return None if text is None else Happening(time=line.time, step=line.step, text=text, is_bad=is_bad)
+    return None if text is None else TimelineEvent(time=line.time, step=line.step, text=text, is_bad=is_bad)
 
 
-def _shorten(found: Sequence[Happening]) -> list[Happening]:
+def _shorten(found: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """Leave out the middle of a long row of saves or evaluations, or of a very long timeline."""
     kept = [each for each, keep in zip(found, _select(found), strict=True) if keep]
     if len(kept) <= MOST:
@@ -83,7 +83,7 @@ def _shorten(found: Sequence[Happening]) -> list[Happening]:
     return [*kept[: MOST // 2], gap, *kept[-MOST // 2 :]]
 
 
-def _select(found: Sequence[Happening]) -> Iterator[bool]:
+def _select(found: Sequence[TimelineEvent]) -> Iterator[bool]:
     words = ("checkpoint saved", "evaluated")
     counts = {word: sum(each.text.startswith(word) for each in found) for word in words}
     seen = dict.fromkeys(words, 0)

@@ -14,7 +14,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
 from lockstep.observe.report.run_files import METRICS
-from lockstep.observe.report.timeline import Happening, timeline
+from lockstep.observe.report.timeline import TimelineEvent, timeline
 from lockstep.observe.run_lines import HISTORY, METRIC, MOST_LINES, HistoryLine, Lines, MetricLine, opened, short_lines
 from lockstep.observe.run_settings import settings_file
 
@@ -40,7 +40,7 @@ class RunState:
     """The newest line about a step."""
     evaluation: MetricLine | None
     """The newest line about an evaluation."""
-    happenings: list[Happening]
+    timeline_events: list[TimelineEvent]
     notes: list[str]
     """Sentences on what was left out."""
 
@@ -76,7 +76,7 @@ class RunReader:
             saved=newest.get("saved"),
             metrics=next((line for line in logged if line.kind == "step"), None),
             evaluation=next((line for line in logged if line.kind == "evaluation"), None),
-            happenings=timeline(found, is_running=True),
+            timeline_events=timeline(found, is_running=True),
             notes=self.read.left_out,
         )
 

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from lockstep.base.escaping_console import escape_name
 from lockstep.core.host.phases import BUSY
-from lockstep.observe.report.timeline import Happening
+from lockstep.observe.report.timeline import TimelineEvent
 from lockstep.observe.run_lines import HistoryLine, MetricLine
 from lockstep.observe.sinks.progress import readable
 from lockstep.observe.watch.run_state import RunState
 
 MOST_RANKS = 8
 """Rows of ranks: the slowest ones."""
-HAPPENINGS = 6
+MOST_EVENTS = 6
 WIDE = 100
 """Columns from which the table of ranks shows the time of each by phase."""
 GB = 1e9
@@ -36,7 +36,7 @@ def screen(state: RunState, *, width: int, now: float | None = None) -> Renderab
     parts += [_wrap(line, width) for line in _figures(state)]
     if state.ranks is not None:
         parts += [Text(), _ranks(state.ranks, is_wide=width >= WIDE)]
-    parts += [Text(), *(_timeline_line(each, now) for each in state.happenings[-HAPPENINGS:])]
+    parts += [Text(), *(_timeline_line(each, now) for each in state.timeline_events[-MOST_EVENTS:])]
     parts += [Text(escape_name(note), style="yellow") for note in state.notes]
     return Group(*parts)
 
@@ -123,7 +123,7 @@ def _ranks(line: HistoryLine, *, is_wide: bool) -> Table:
     return table
 
 
-def _timeline_line(each: Happening, now: float) -> Text:
+def _timeline_line(each: TimelineEvent, now: float) -> Text:
     text = f"{_clock(each.time)} step {each.step:,}: {escape_name(each.text)}"
     return Text(text, style="yellow" if each.is_bad else "", overflow="fold")
 

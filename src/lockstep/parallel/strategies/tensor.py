@@ -33,7 +33,7 @@ class Config(StrategySection):
         return {"kind": "tensor", "size": processes if self.size == "all" else self.size}
 
     @property
-    def leaves_the_promise(self) -> str:
+    def breaks_reproducibility(self) -> str:
         if self.size == "all":
             return "parallel.kind is tensor: the last bits of the weights depend on the number of processes"
         return f"parallel.kind is tensor: the last bits of the weights depend on parallel.size={self.size}"

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.base import plugins, storage
-from lockstep.tools.doctor.case import Case, Check, NotExamined
 from lockstep.tools.doctor.diagnosis import MB, Diagnosis, RankFacts
+from lockstep.tools.doctor.doctor_context import Check, DoctorContext, NotExamined
 
 FAMILY = "tools.doctor.checks"
 ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -21,11 +21,11 @@ SHOWN_PAIRS = 20
 """Number of pairs of ranks to print, the slowest."""
 
 
-def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
+def examine(context: DoctorContext, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
     """Return all findings, the worst first; print each check before it runs. `is_quick`: start no processes."""
-    is_config, is_alone = case.config is not None, case.node is None
+    is_config, is_alone = context.config is not None, context.node is None
     is_wanted = {
-        "config": is_config and case.is_leading,
+        "config": is_config and context.is_leading,
         "machine": True,
         "processes": not is_quick,
         "training": is_config and is_alone and not is_quick,
@@ -37,25 +37,25 @@ def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Dia
             continue
         console.print(f"checking {name.replace('_', ' ')} ...", style="dim")
         if check.SCOPE == "machine":
-            case.of_this_machine += _run_check(check, case)
+            context.of_this_machine += _run_check(check, context)
         else:
-            found += _run_check(check, case)
-    found += case.of_this_machine
+            found += _run_check(check, context)
+    found += context.of_this_machine
     return sorted(found, key=lambda finding: (ORDER[finding.severity], finding.code, finding.host))
 
 
-def _run_check(check: Check, case: Case) -> list[Diagnosis]:
+def _run_check(check: Check, context: DoctorContext) -> list[Diagnosis]:
     try:
-        return list(check.check(case))
+        return list(check.check(context))
     except NotExamined:
         return []
 
 
-def show(found: Sequence[Diagnosis], case: Case, console: Console) -> None:
+def show(found: Sequence[Diagnosis], context: DoctorContext, console: Console) -> None:
     """Print the measurements, then a line of cause and one of repair for each finding."""
     console.print()
-    print_facts(case.ranks, console)
-    if case.node is None and case.launch.max_nodes > 1:
+    print_facts(context.ranks, console)
+    if context.node is None and context.launch.max_nodes > 1:
         console.print(f"{ALONE}\n", soft_wrap=True)
     for finding in found:
         place = f"{finding.host}: " if finding.host else ""
@@ -67,8 +67,11 @@ def show(found: Sequence[Diagnosis], case: Case, console: Console) -> None:
     console.print(text or "nothing found")
 
 
-def write(found: Sequence[Diagnosis], case: Case, file: Path) -> None:
-    document = {"findings": [each.model_dump() for each in found], "ranks": [rank.model_dump() for rank in case.ranks]}
+def write(found: Sequence[Diagnosis], context: DoctorContext, file: Path) -> None:
+    document = {
+        "findings": [each.model_dump() for each in found],
+        "ranks": [rank.model_dump() for rank in context.ranks],
+    }
     storage.write(file, json.dumps(document, indent=1))
 
 

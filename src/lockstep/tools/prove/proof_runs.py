@@ -186,7 +186,7 @@ class ProofRuns:
         trial = trials.run(
             sharing_gpus(variant.recipe(self.recipe, folder, steps=self.steps), variant.processes),
             folder,
-            task="proof",
+            task="prove",
             request=variant.request,
             processes=variant.processes,
             poll=poll,

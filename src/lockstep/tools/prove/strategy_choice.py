@@ -32,8 +32,8 @@ def section(recipe: Recipe, kind: str) -> StrategySection | str:
 def own_bits(recipe: Recipe) -> str | None:
     """Return why the recipe's strategy gives other weights than others do, if so."""
     own, kind = recipe.parallel, recipe.parallel.kind
-    if own.leaves_the_promise:
-        return str(own.leaves_the_promise)
+    if own.breaks_reproducibility:
+        return str(own.breaks_reproducibility)
     if settings := own.numeric(1):
         shown = ", ".join(f"parallel.{name}={value}" for name, value in settings.items())
         return f"{shown}: with it {kind} has weights of its own"

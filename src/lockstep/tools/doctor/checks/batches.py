@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "config"
 CODES = {
@@ -15,8 +15,8 @@ SMALL = 0.25
 """Share of a whole step under which the last one is small."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
-    train, processes = case.recipe.train, case.processes * case.launch.max_nodes
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
+    train, processes = context.recipe.train, context.processes * context.launch.max_nodes
     shards = train.shards
     if processes > shards:
         yield Diagnosis(
@@ -33,7 +33,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
             cause=f"{shards} micro-batches among {processes} processes: some run {most}, some {least} and wait",
             repair=f"let train.global_batch / train.micro_batch be a multiple of {processes}",
         )
-    samples = len(case.splits.train)
+    samples = len(context.splits.train)
     rest = samples % train.global_batch
     if samples > train.global_batch and 0 < rest < SMALL * train.global_batch:
         yield Diagnosis(

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from lockstep.base.errors import LockstepError, ModelError
-from lockstep.tools.doctor.case import Case, NotExamined
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext, NotExamined
 
 SCOPE = "config"
 CODES = {"LS-MODEL-01": "the model cannot be built"}
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Check the model's files, packages and code; texts cannot be opened without its tokenizer."""
-    error = case.opened.error if isinstance(case.opened.error, ModelError) else case.parameters.error
+    error = context.opened.error if isinstance(context.opened.error, ModelError) else context.parameters.error
     if error is not None and not isinstance(error, NotExamined):
         yield Diagnosis(
             code="LS-MODEL-01",

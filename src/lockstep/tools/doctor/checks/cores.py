@@ -7,8 +7,8 @@ import psutil
 
 from lockstep.base.world import cores
 from lockstep.launch.launch_config import MAX_PER_CORE
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "machine"
 CODES = {
@@ -21,14 +21,14 @@ BUSY = 0.5
 BUSY_SECONDS = 0.5
 
 
-def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
-    threads = case.recipe.run.threads * case.processes
-    if threads > cores():
+def check(context: DoctorContext, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
+    threads = context.recipe.run.threads
+    if threads * context.processes > cores():
         yield Diagnosis(
             code="LS-CPU-01",
-            severity="error" if max(case.processes, case.recipe.run.threads) > MAX_PER_CORE * cores() else "warning",
-            cause=f"{case.processes} processes with {case.recipe.run.threads} threads each share {cores()} cores",
-            repair=f"set launch.processes={max(1, cores() // case.recipe.run.threads)}, or fewer run.threads",
+            severity="error" if max(context.processes, threads) > MAX_PER_CORE * cores() else "warning",
+            cause=f"{context.processes} processes with {threads} threads each share {cores()} cores",
+            repair=f"set launch.processes={max(1, cores() // threads)}, or fewer run.threads",
         )
     throttled = _throttled_seconds(cgroup)
     if throttled > 0:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.base.errors import ConfigError
 from lockstep.recipe import run_folder
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "config"
 CODES = {
@@ -24,8 +24,8 @@ BYTES_PER_PARAMETER = 12
 """Size in a checkpoint: weights, and two moments, in fp32."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
-    folder = existing(case.recipe.run.dir)
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
+    folder = existing(context.recipe.run.dir)
     probe = folder / f".lockstep-doctor-{os.getpid()}"
     try:
         probe.mkdir()
@@ -41,18 +41,18 @@ def check(case: Case) -> Iterator[Diagnosis]:
         yield from _probe(probe)
     finally:
         shutil.rmtree(probe, ignore_errors=True)
-    if case.recipe.run.name is not None:
+    if context.recipe.run.name is not None:
         try:
-            run_folder.check_folder(case.recipe.folder)
+            run_folder.check_folder(context.recipe.folder)
         except ConfigError as error:
             yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
-    bytes_each = BYTES_PER_PARAMETER * case.parameters.needed()
-    needed, free = bytes_each * (case.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
+    bytes_each = BYTES_PER_PARAMETER * context.parameters.needed()
+    needed, free = bytes_each * (context.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
     if free < needed:
         yield Diagnosis(
             code="LS-RUN-04",
             severity="error",
-            cause=f"{folder} has {free / 1e9:.1f} GB free, and {case.recipe.checkpoint.keep} checkpoints and "
+            cause=f"{folder} has {free / 1e9:.1f} GB free, and {context.recipe.checkpoint.keep} checkpoints and "
             f"one that is being written need about {needed / 1e9:.1f} GB",
             repair="lower checkpoint.keep, free some space, or choose another run.dir",
         )

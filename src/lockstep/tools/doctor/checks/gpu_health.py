@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "machine"
 CODES = {
@@ -37,11 +37,11 @@ USED = 0.1
 """Share of a GPU's memory that counts as in use: a desktop takes less."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
     import torch  # noqa: PLC0415 (slow)
 
-    yield from shared_out(case.processes, torch.cuda.device_count())
-    environment = {**os.environ, **case.launch.environment}  # noqa: TID251 (what NCCL reads)
+    yield from shared_out(context.processes, torch.cuda.device_count())
+    environment = {**os.environ, **context.launch.environment}  # noqa: TID251 (what NCCL reads)
     for name, (value, effect) in SLOW_SETTINGS.items():
         if environment.get(name, "").upper() == value:
             yield Diagnosis(

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "machine"
 CODES = {
@@ -20,7 +20,7 @@ LEAST_MEMORY = 1 << 30
 """Bytes per process: PyTorch and its imports take half of them."""
 
 
-def check(case: Case, *, shared: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
+def check(context: DoctorContext, *, shared: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
     from lockstep.core.host.memory_meter import available_bytes  # noqa: PLC0415 (torch)
 
     if sys.platform == "linux" and shared.is_dir() and shutil.disk_usage(shared).free < LEAST_SHARED:
@@ -42,10 +42,10 @@ def check(case: Case, *, shared: Path = Path("/dev/shm")) -> Iterator[Diagnosis]
                 repair=f"ulimit -n {16 * LEAST_FILES}, or the limit of the service or the container",
             )
     available = available_bytes()
-    if available < LEAST_MEMORY * case.processes:
+    if available < LEAST_MEMORY * context.processes:
         yield Diagnosis(
             code="LS-SYS-03",
             severity="error",
-            cause=f"{available >> 20} MiB of memory are available to {case.processes} processes",
+            cause=f"{available >> 20} MiB of memory are available to {context.processes} processes",
             repair="run fewer processes, end others, or raise the container's limit; see `lockstep estimate`",
         )

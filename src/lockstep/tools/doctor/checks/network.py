@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import psutil
 
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "machine"
 CODES = {
@@ -16,19 +16,19 @@ CODES = {
 }
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError:
         yield Diagnosis(
             code="LS-NET-01",
-            severity="warning" if case.launch.max_nodes == 1 else "error",
+            severity="warning" if context.launch.max_nodes == 1 else "error",
             cause=f"the name of this machine, {name}, has no address: other machines, and Gloo, look it up",
             repair=f"add it to /etc/hosts (127.0.0.1 {name}), or set launch.interface",
         )
     states = psutil.net_if_stats()
-    for interface in filter(None, (case.launch.interface or "").split(",")):
+    for interface in filter(None, (context.launch.interface or "").split(",")):
         if interface not in states or not states[interface].isup:
             known = ", ".join(sorted(each for each, state in states.items() if state.isup))
             yield Diagnosis(

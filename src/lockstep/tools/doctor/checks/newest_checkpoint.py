@@ -8,8 +8,8 @@ from lockstep.checkpoint import layout
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
 from lockstep.recipe import recipe as recipes
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 from lockstep.training import resume
 
 SCOPE = "config"
@@ -22,10 +22,10 @@ FACTOR = 2.0
 """Number of saves that a grace period has to allow: one at the end of a run waits for the one before it."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
-    if case.recipe.run.name is None:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
+    if context.recipe.run.name is None:
         return
-    found = layout.listed(case.recipe.folder / "checkpoints")
+    found = layout.listed(context.recipe.folder / "checkpoints")
     if found and (reason := resume.problem(found[0])) is not None:
         yield Diagnosis(
             code="LS-CKPT-01",
@@ -34,13 +34,13 @@ def check(case: Case) -> Iterator[Diagnosis]:
             repair="a resume takes the next older one" if len(found) > 1 else "remove it, and start anew",
         )
     elif found:
-        yield from _drift(case, found[0])
-    yield from too_short(case, case.recipe.folder)
+        yield from _drift(context, found[0])
+    yield from too_short(context, context.recipe.folder)
 
 
-def _drift(case: Case, checkpoint: Path) -> Iterator[Diagnosis]:
+def _drift(context: DoctorContext, checkpoint: Path) -> Iterator[Diagnosis]:
     try:
-        now = recipes.numeric_recipe(case.recipe, {})
+        now = recipes.numeric_recipe(context.recipe, {})
         before = layout.read_manifest(checkpoint).numeric
     except (LockstepError, OSError, ValueError):
         return
@@ -55,15 +55,15 @@ def _drift(case: Case, checkpoint: Path) -> Iterator[Diagnosis]:
         )
 
 
-def too_short(case: Case, folder: Path) -> Iterator[Diagnosis]:
+def too_short(context: DoctorContext, folder: Path) -> Iterator[Diagnosis]:
     """Check that the saves of the run in a folder took no longer than the grace period allows."""
     lines = run_files.history_lines(folder / run_history.FILE, [])
     seconds = max((line.seconds for line in lines if line.kind == "saved"), default=0.0)
-    if FACTOR * seconds > case.launch.grace_seconds:
+    if FACTOR * seconds > context.launch.grace_seconds:
         yield Diagnosis(
             code="LS-CKPT-03",
             severity="error",
-            cause=f"a save took {seconds:.0f} s, and launch.grace_seconds is {case.launch.grace_seconds}: "
+            cause=f"a save took {seconds:.0f} s, and launch.grace_seconds is {context.launch.grace_seconds}: "
             "a run that is asked to stop may have to wait for one save and make another",
             repair=f"set launch.grace_seconds={2 * round(FACTOR * seconds)}",
         )

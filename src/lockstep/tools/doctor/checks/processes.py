@@ -14,8 +14,8 @@ from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import FACTS, MB, Diagnosis, ExaminationRequest, RankFacts
+from lockstep.tools.doctor.doctor_context import DoctorContext
 from lockstep.tools.trials import processes_text, strategy, varied
 
 SCOPE = "processes"
@@ -36,15 +36,17 @@ TIMEOUT_SECONDS = 60.0
 """Timeout of a collective: short, since processes may be unable to connect to each other."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Check the processes of this machine, or of all machines that take part."""
-    recipe = varied(case.recipe, {}, parallel=strategy("ddp"))
+    recipe = varied(context.recipe, {}, parallel=strategy("ddp"))
     with (
         ended_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as made,
     ):
         try:
-            case.ranks = _here(case, recipe, Path(made)) if case.node is None else _on_nodes(case, recipe, Path(made))
+            context.ranks = (
+                _here(context, recipe, Path(made)) if context.node is None else _on_nodes(context, recipe, Path(made))
+            )
         except LaunchError as error:
             yield Diagnosis(
                 code=error.code,
@@ -53,35 +55,35 @@ def check(case: Case) -> Iterator[Diagnosis]:
                 repair=f"{error.code} in docs/troubleshooting.md says what to try",
             )
             return
-    if case.node is not None:
-        case.of_this_machine.clear()  # node 0 has it with the facts of the ranks, and shows it
-    yield from judged(case.ranks)
+    if context.node is not None:
+        context.of_this_machine.clear()  # node 0 has it with the facts of the ranks, and shows it
+    yield from judged(context.ranks)
 
 
-def _here(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
+def _here(context: DoctorContext, recipe: Recipe, folder: Path) -> list[RankFacts]:
     """Measure on this machine. Raises LaunchError."""
     run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
     recipe = recipe.model_copy(update={"run": run})
     request = ExaminationRequest()
-    trial = trials.run(recipe, folder, task="examination", request=request, processes=case.processes)
+    trial = trials.run(recipe, folder, task="doctor", request=request, processes=context.processes)
     if trial.code:
         output = trial.output.strip() or "they wrote nothing"
-        raise LaunchError(f"{processes_text(case.processes)} ended with exit code {trial.code}:\n{output}")
+        raise LaunchError(f"{processes_text(context.processes)} ended with exit code {trial.code}:\n{output}")
     return read_facts(recipe.folder)
 
 
-def _on_nodes(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
+def _on_nodes(context: DoctorContext, recipe: Recipe, folder: Path) -> list[RankFacts]:
     """Measure on all machines -> facts of all ranks on node 0, none on the others. Raises LaunchError."""
-    assert case.node is not None and case.config is not None
+    assert context.node is not None and context.config is not None
     request = folder / "request.json"
-    found = tuple(each.model_copy(update={"host": platform.node()}) for each in case.of_this_machine)
+    found = tuple(each.model_copy(update={"host": platform.node()}) for each in context.of_this_machine)
     storage.write(request, ExaminationRequest(findings=found).model_dump_json())
     run = recipe.run.model_copy(update={"name": f"doctor-{secrets.token_hex(4)}"})
     launch = recipe.launch.model_copy(update={"max_restarts": 0, "collective_timeout_seconds": TIMEOUT_SECONDS})
     recipe = recipe.model_copy(update={"run": run, "launch": launch})
-    arguments = ("--task", "examination", "--request", str(request), *trust.arguments())
+    arguments = ("--task", "doctor", "--request", str(request), *trust.arguments())
     try:
-        code = launch_run.launch_node(recipe, case.config, arguments, node=case.node, name="doctor")
+        code = launch_run.launch_node(recipe, context.config, arguments, node=context.node, name="doctor")
         ranks = read_facts(recipe.folder)
     except PeerLost as error:
         raise LaunchError(str(error), code="LS-NODE-01") from None

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from lockstep.base.contracts import Source
 from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.world import cores
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 
 SCOPE = "config"
 CODES = {
@@ -18,10 +18,10 @@ PROBES = 8
 """Number of samples to read, spread over a split."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
-    if isinstance(case.opened.error, ModelError):  # which the check of the model reports
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
+    if isinstance(context.opened.error, ModelError):  # which the check of the model reports
         return
-    if (error := case.opened.error) is not None:
+    if (error := context.opened.error) is not None:
         yield Diagnosis(
             code="LS-DATA-01",
             severity="error",
@@ -29,21 +29,21 @@ def check(case: Case) -> Iterator[Diagnosis]:
             repair="`lockstep data CONFIG` opens it alone; docs/your-own.md says what a source has to be",
         )
         return
-    for name, source in (("training", case.splits.train), ("test", case.splits.test)):
+    for name, source in (("training", context.splits.train), ("test", context.splits.test)):
         if (text := _read_problem(source)) is not None:
             yield Diagnosis(
                 code="LS-DATA-02",
-                severity="note" if case.recipe.data.skips else "error",
+                severity="note" if context.recipe.data.skips else "error",
                 cause=f"{name} split: {text}",
                 repair="mend it; with data.on_bad_sample=skip a run leaves such samples out and lists them",
             )
-    loaders = case.recipe.data.workers * case.processes
-    if loaders and loaders + case.processes > 2 * cores():
+    loaders = context.recipe.data.workers * context.processes
+    if loaders and loaders + context.processes > 2 * cores():
         yield Diagnosis(
             code="LS-DATA-03",
             severity="warning",
-            cause=f"{loaders} loader processes and {case.processes} ranks share {cores()} cores",
-            repair=f"set data.workers={max(0, cores() // case.processes - 1)}",
+            cause=f"{loaders} loader processes and {context.processes} ranks share {cores()} cores",
+            repair=f"set data.workers={max(0, cores() // context.processes - 1)}",
         )
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.checks.folder_of_runs import existing
 from lockstep.tools.doctor.checks.newest_checkpoint import too_short
 from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.doctor_context import DoctorContext
 from lockstep.tools.prove.proof_request import ProofRequest, train_samples
 from lockstep.tools.prove.proof_runs import ProofRuns, RunVariant
 from lockstep.tools.trials import processes_text
@@ -24,31 +24,31 @@ SHOWN_LINES = 6
 """Number of lines to show of the output of a failed run."""
 
 
-def check(case: Case) -> Iterator[Diagnosis]:
+def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Train a few steps. Raises NotExamined where the data cannot be opened or the model cannot be built."""
-    case.parameters.needed()
-    place = existing(case.recipe.run.dir)
+    context.parameters.needed()
+    place = existing(context.recipe.run.dir)
     with (
         ended_by_sigterm(),
         tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place, ignore_cleanup_errors=True) as temporary,
     ):
-        yield from _steps(case, Path(temporary))
+        yield from _steps(context, Path(temporary))
 
 
-def _steps(case: Case, folder: Path) -> Iterator[Diagnosis]:
+def _steps(context: DoctorContext, folder: Path) -> Iterator[Diagnosis]:
     request = ProofRequest(
-        train_samples=train_samples(case.recipe, len(case.splits.train)),
-        test_samples=min(len(case.splits.test), case.recipe.train.micro_batch),
+        train_samples=train_samples(context.recipe, len(context.splits.train)),
+        test_samples=min(len(context.splits.test), context.recipe.train.micro_batch),
     )
     runs = ProofRuns(
-        recipe=case.recipe,
+        recipe=context.recipe,
         folder=folder,
         steps=STEPS,
         request=request,
         report=lambda _: None,
     )
     digests = {}
-    for number in sorted({case.processes, 1}, reverse=True):
+    for number in sorted({context.processes, 1}, reverse=True):
         variant = RunVariant(name=f"on-{number}", processes=number, request=request)
         code, run = runs.ended(variant)
         if code:
@@ -61,12 +61,12 @@ def _steps(case: Case, folder: Path) -> Iterator[Diagnosis]:
             )
             return
         digests[number] = run.digest
-        if number == case.processes:
-            yield from too_short(case, run.folder)
+        if number == context.processes:
+            yield from too_short(context, run.folder)
     if len(set(digests.values())) > 1:
         yield Diagnosis(
             code="LS-STEP-02",
             severity="warning",
-            cause=f"after {STEPS} steps the weights on 1 and on {case.processes} processes are not the same bits",
+            cause=f"after {STEPS} steps the weights on 1 and on {context.processes} processes are not the same bits",
             repair="`lockstep prove CONFIG` says which part of the model, data or loss is the cause",
         )

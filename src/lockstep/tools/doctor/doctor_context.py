@@ -42,7 +42,7 @@ class Attempt:
 
 
 @dataclass(kw_only=True)
-class Case:
+class DoctorContext:
     recipe: Recipe
     config: Path | None
     """Config file; None: only the machine is examined."""
@@ -99,5 +99,5 @@ class Check(Protocol):
     CODES: dict[str, str]
     """Code -> meaning."""
 
-    def check(self, case: Case) -> Iterator[Diagnosis]:
+    def check(self, context: DoctorContext) -> Iterator[Diagnosis]:
         """Yield what is wrong. Raises NotExamined."""
