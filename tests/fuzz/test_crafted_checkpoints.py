@@ -3,17 +3,15 @@
 import io
 import json
 import os
-import pickle
 import shutil
 import zipfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from crafting import CANARY, Shell, pickled, sealed
+from crafting import CANARY, pickled, sealed
 from written_checkpoints import save
 
-from lockstep.checkpoint import dcp_metadata, layout, reader, verify
+from lockstep.checkpoint import layout, reader, tensor_table, verify
 from lockstep.training import resume
 
 PROGRESS = {
@@ -64,59 +62,50 @@ def test_what_was_saved_can_be_resumed(newest):
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
-def metadata(folder):
-    return dcp.FileSystemReader(folder).read_metadata()
+def table_of(folder):
+    return json.loads((folder / tensor_table.FILE).read_bytes())
 
 
 def edited(change):
     def edit(folder):
-        found = metadata(folder)
+        found = table_of(folder)
         change(found)
-        return pickle.dumps(found)
+        return json.dumps(found).encode()
 
     return edit
 
 
-def other_file(name):
-    def change(found):
-        for place in found.storage_data.values():
-            place.relative_path = name
+DTYPE, SHAPE, CHUNKS = range(3)
+OFFSET, SIZE, FILE, START, LENGTH = range(5)
 
-    return change
+
+def chunk(part, value, name="model.weight"):
+    """Give a tensor's first chunk another value."""
+
+    def change(found):
+        found[name][CHUNKS][0][part] = value
+
+    return edited(change)
+
+
+def tensor(part, value):
+    def change(found):
+        found["model.weight"][part] = value
+
+    return edited(change)
 
 
 def terabytes(found):
-    entry = found.state_dict_metadata["model.weight"]
-    entry.size = entry.chunks[0].sizes = torch.Size([3 << 40, 4])
-
-
-def beyond(found):
-    next(iter(found.storage_data.values())).length = 1 << 50
-
-
-def transformed(found):
-    next(iter(found.storage_data.values())).transform_descriptors = ["zstd"]
-
-
-def bytes_entry(found):
-    found.state_dict_metadata["model.weight"] = dcp.BytesStorageMetadata()
-
-
-def outside(found):
-    found.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([1, 0])
+    found["model.weight"][SHAPE] = found["model.weight"][CHUNKS][0][SIZE] = [3 << 40, 4]
 
 
 def shared(found):
-    one, other = list(found.storage_data.values())[:2]
-    other.relative_path, other.offset = one.relative_path, one.offset
+    one, other = (each[CHUNKS][0] for each in found.values())
+    other[FILE], other[START] = one[FILE], one[START]
 
 
-def no_places(found):
-    found.storage_data = {}
-
-
-def shell_inside(found):
-    found.planner_data = Shell()
+def twice(found):
+    found["model.weight"][CHUNKS] *= 2
 
 
 def flat(text):
@@ -125,45 +114,43 @@ def flat(text):
 
 TABLES = {
     "shell": flat(pickled()),
-    "shell of protocol 0": flat(pickled(0)),
-    "shell of protocol 5": flat(pickled(5)),
-    "shell inside": edited(shell_inside),
-    "a builtin": flat(b"cbuiltins\neval\n(S'1'\ntR."),
-    "torch.load": flat(b"ctorch\nload\n(S'x'\ntR."),
-    "torch.hub": flat(b"\x80\x04\x8c\ttorch.hub\x94\x8c\x04load\x93\x8c\x01x\x85R."),
-    "a getattr chain": flat(b"\x80\x04\x8c\x05torch\x8c\x0ehub.os.getcwd()\x93."),
-    "an extension": flat(b"\x80\x02\x82\x01."),
-    "a persistent id": flat(b"Px\n."),
-    "a huge memo": flat(b"\x80\x04Nr\xff\xff\xff\xff."),
-    "a huge string": flat(b"\x80\x04X\xff\xff\xff\x7fa."),
-    "a huge number": flat(b"\x80\x04\x8b\xff\xff\xff\x7f\x00."),
-    "nested lists": flat(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b"."),
+    "nested lists": flat(b"[" * 100_000 + b"]" * 100_000),
+    "nested objects": flat(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
     "nothing": flat(b""),
     "text": flat(b"hello"),
-    "a number": flat(pickle.dumps(3)),
-    "a dict": flat(pickle.dumps({"state_dict_metadata": {}})),
-    "another object": flat(pickle.dumps(torch.Size([3]))),
-    "another folder's file": edited(other_file("../step-000000001/__0_0.distcp")),
-    "an absolute file": edited(other_file("/etc/passwd")),
-    "the table itself": edited(other_file("missing")),
+    "a number": flat(b"3"),
+    "a list": flat(b"[]"),
+    "no lists": flat(b'{"model.weight": {}}'),
+    "a number of 4,000 digits": chunk(START, 10**4000),
+    "another folder's file": chunk(FILE, "../step-000000001/__0_0.distcp"),
+    "an absolute file": chunk(FILE, "/etc/passwd"),
+    "a file that is not there": chunk(FILE, "missing"),
     "terabytes": edited(terabytes),
-    "beyond the end": edited(beyond),
-    "a transformation": edited(transformed),
-    "bytes": edited(bytes_entry),
-    "outside": edited(outside),
-    "no places": edited(no_places),
+    "terabytes of nothing": tensor(SHAPE, [1 << 40, 1 << 40]),
+    "many axes": tensor(SHAPE, [1] * 65),
+    "a negative size": tensor(SHAPE, [-3, -4]),
+    "a fraction": tensor(SHAPE, [3.0, 4]),
+    "true": tensor(SHAPE, [True, 4]),
+    "another dtype": tensor(DTYPE, "float63"),
+    "a dtype that is none": tensor(DTYPE, "load"),
+    "beyond the end": chunk(LENGTH, 1 << 50),
+    "before the start": chunk(START, -1),
+    "outside": chunk(OFFSET, [1, 0]),
+    "other axes": chunk(OFFSET, [0]),
+    "no chunks": tensor(CHUNKS, []),
+    "a chunk twice": edited(twice),
     "shared bytes": edited(shared),
-    "a key of tuples without end": flat(b"\x80\x04})" + b"\x85" * 300_000 + b"Ns."),
+    "more fields": tensor(CHUNKS, [[1]]),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_crafted_table_is_passed_over(root, newest, name):
     text = TABLES[name](newest)
-    (newest / dcp_metadata.FILE).write_bytes(text)
+    (newest / tensor_table.FILE).write_bytes(text)
     sealed(newest)
     problem = verify.problem(newest)
-    assert problem.startswith("cannot be read: .metadata "), problem
+    assert problem.startswith("cannot be read: tensors.json "), problem
     assert len(problem) < 300 and "\n" not in problem
     told = []
     assert verify.newest(root, lambda *facts: told.append(facts), problem=resume.problem) == root / "step-000000001"
@@ -174,14 +161,31 @@ def test_a_crafted_table_is_passed_over(root, newest, name):
 
 def replaced(folder, part):
     """Give the first tensor of a checkpoint other bytes, and its table the right place of them."""
-    found = metadata(folder)
-    place = next(place for index, place in found.storage_data.items() if index.fqn == "model.weight")
-    file = folder / place.relative_path
-    place.offset, place.length = file.stat().st_size, len(part)
+    found = table_of(folder)
+    place = found["model.weight"][CHUNKS][0]
+    file = folder / place[FILE]
+    place[START], place[LENGTH] = file.stat().st_size, len(part)
     with file.open("ab") as parts:
         parts.write(part)
-    (folder / dcp_metadata.FILE).write_bytes(pickle.dumps(found))
+    (folder / tensor_table.FILE).write_text(json.dumps(found))
     sealed(folder)
+
+
+def test_the_pickle_beside_the_table_is_never_read(newest):
+    (newest / tensor_table.OF_TORCH).write_bytes(pickled())
+    sealed(newest)
+    assert resume.problem(newest) is None
+    found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    reader.load(newest, found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named(newest):
+    (newest / tensor_table.FILE).unlink()
+    sealed(newest)
+    assert "a version of Lockstep before this one has written it" in verify.problem(newest)
+    with pytest.raises(reader.DamagedError, match="a version of Lockstep before this one"):
+        reader.load(newest, {name: tensor.clone() for name, tensor in TENSORS.items()})
 
 
 def archive(kind=zipfile.ZIP_STORED, **parts):
@@ -264,8 +268,8 @@ def fifo(folder):
 
 
 def fifo_beside(folder):
-    (folder / dcp_metadata.FILE).unlink()
-    os.mkfifo(folder / dcp_metadata.FILE)
+    (folder / tensor_table.FILE).unlink()
+    os.mkfifo(folder / tensor_table.FILE)
 
 
 def device(folder):

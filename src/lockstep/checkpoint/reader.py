@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.base import storage
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint import dcp_metadata
+from lockstep.checkpoint import tensor_table
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 
 
@@ -24,17 +24,17 @@ class DamagedError(CheckpointError):
 def contents(folder: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors by name, on the meta device: dtype and shape, no data. Raises DamagedError."""
     try:
-        stored = dcp_metadata.read(folder).tensors
+        stored = tensor_table.read(folder)
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder} cannot be read: {error}") from None
     return {
-        name: torch.empty(kind.size, dtype=getattr(torch, kind.dtype), device="meta") for name, kind in stored.items()
+        name: torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device="meta") for name, kind in stored.items()
     }
 
 
 @cache
 def _safe_reader() -> Any:
-    """Return DCP's FileSystemReader, changed: it does not unpickle the metadata, and refuses zip bombs."""
+    """Return DCP's FileSystemReader, changed: it reads the table instead of a pickle, and refuses zip bombs."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.utils import _ReaderView
 
@@ -44,7 +44,7 @@ def _safe_reader() -> Any:
 
     class SafeReader(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return _as_dcp(dcp_metadata.read(Path(self.path)))
+            return tensor_table.as_dcp(tensor_table.read(Path(self.path)))
 
         def _slice_file(self, file: Any, info: Any) -> Any:
             view: Any = View(file, info.offset, info.length)
@@ -52,34 +52,6 @@ def _safe_reader() -> Any:
             return super()._slice_file(file, info)
 
     return SafeReader
-
-
-def _as_dcp(table: dcp_metadata.TensorTable) -> Any:
-    """Convert the table to DCP's Metadata."""
-    from torch.distributed.checkpoint import metadata
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return metadata.Metadata(
-        state_dict_metadata={
-            name: metadata.TensorStorageMetadata(
-                properties=metadata.TensorProperties(dtype=getattr(torch, kind.dtype)),
-                size=torch.Size(kind.size),
-                chunks=[
-                    metadata.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                    for offsets, sizes in kind.chunks
-                ],
-            )
-            for name, kind in table.tensors.items()
-        },
-        planner_data={name: (name,) for name in table.tensors},
-        storage_data={
-            metadata.MetadataIndex(
-                chunk.name, None if chunk.offset is None else torch.Size(chunk.offset), chunk.number
-            ): _StorageInfo(relative_path=chunk.file, offset=chunk.start, length=chunk.length)
-            for chunk in table.locations
-        },
-        storage_meta=metadata.StorageMeta(),
-    )
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:

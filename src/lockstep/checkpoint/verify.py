@@ -1,10 +1,10 @@
-"""Verifies checkpoints before they are loaded: every byte against the manifest, DCP's metadata against the files."""
+"""Verifies checkpoints before they are loaded: every byte against the manifest, the table of tensors against files."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.base import storage
-from lockstep.checkpoint import dcp_metadata
+from lockstep.checkpoint import tensor_table
 from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
 
 
@@ -23,8 +23,8 @@ def problem(folder: Path, *, every_byte: bool = True) -> str | None:
                 return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
             if every_byte and storage.sha256(folder / name) != sha256:
                 return f"{name} has been changed (its sha256 differs)"
-        if every_byte and dcp_metadata.FILE in manifest.files:
-            dcp_metadata.read(folder)  # a manifest with right hashes may be forged as well
+        if every_byte and {tensor_table.FILE, tensor_table.OF_TORCH} & manifest.files.keys():
+            tensor_table.read(folder)  # a manifest with right hashes may be forged as well
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())}"
     return None

@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.base import storage
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
+from lockstep.checkpoint import tensor_table
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
@@ -220,7 +221,7 @@ class Writer:
             return reasons
 
     def _complete(self, share: "Share", weights: dict[str, Tensor], manifest: Manifest) -> str | None:
-        """Send rank 0 what each rank has written; it then writes metadata and manifest, and renames. Return what went
+        """Send rank 0 what each rank has written; it then writes table and manifest, and renames. Return what went
         wrong."""
         lines, failures = world_lines(weights, self.group), list[str]()
         try:
@@ -228,7 +229,8 @@ class Writer:
             failures = [each.failure for each in everyone or () if each.failure]
             if everyone and not failures:
                 files = sorted(item for each in everyone for item in each.hashes.items())
-                files += _hashes(_write_metadata(share.folder, everyone), ".metadata").items()
+                tensor_table.write(share.folder, [each.table for each in everyone])
+                files += _hashes(share.folder, tensor_table.FILE, tensor_table.OF_TORCH).items()
                 complete = replace(manifest, digest=digest_of(lines), files=dict(files))
                 failures = self._publish(share.folder, complete)
         except (OSError, ValueError, LockstepError) as error:  # of rank 0, for which the others wait
@@ -252,10 +254,7 @@ class Share:
     """Part of a checkpoint that one rank has written."""
 
     folder: Path
-    plan: Any = None
-    """dcp.SavePlan"""
-    results: Any = None
-    """list[dcp.storage.WriteResult]"""
+    table: tensor_table.Table = field(default_factory=dict)
     hashes: dict[str, tuple[int, str]] = field(default_factory=dict)
     failure: str | None = None
 
@@ -274,18 +273,10 @@ def _write_share(folder: Path, copies: dict[str, Tensor]) -> Share:
         local = target.prepare_local_plan(planner.create_local_plan())
         plan = target.prepare_global_plan([local] * (rank + 1))[rank]  # names its files after the rank
         results = target.write_data(planner.finish_plan(plan), planner).wait()
-        return Share(folder=folder, plan=plan, results=results, hashes=_hashes(folder, f"__{rank}_*"))
+        table = tensor_table.written_chunks(plan, results)
+        return Share(folder=folder, table=table, hashes=_hashes(folder, f"__{rank}_*"))
     except Exception as error:  # DCP's threads raise many kinds for a full disk
         return Share(folder=folder, failure=_reason(error, rank))
-
-
-def _write_metadata(folder: Path, shares: Sequence[Share]) -> Path:
-    """Write DCP's metadata of all shares; return the folder. Raises OSError."""
-    import torch.distributed.checkpoint as dcp
-
-    _, metadata = dcp.DefaultSavePlanner().create_global_plan([share.plan for share in shares])
-    dcp.FileSystemWriter(folder, sync_files=True).finish(metadata, [share.results for share in shares])
-    return folder
 
 
 def _allocate_copies(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

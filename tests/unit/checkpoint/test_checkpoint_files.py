@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from written_checkpoints import manifest_of, names, save_all, step_names, tensors_of
 
 from lockstep.base.errors import CheckpointError
@@ -65,7 +66,7 @@ def swap(folder, chance):
 def test_an_untouched_checkpoint_has_no_problem(saved):
     for folder in layout.listed(saved):
         assert verify.problem(folder) is None
-    assert len(list((saved / "step-000000040").iterdir())) == 4  # a part per rank, DCP's table, the manifest
+    assert len(list((saved / "step-000000040").iterdir())) == 5  # a part per rank, the table, DCP's own, the manifest
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -91,7 +92,7 @@ def test_the_manifest_comes_back_as_it_was(saved):
     manifest = layout.read_manifest(saved / "step-000000020")
     assert (manifest.step, manifest.metrics) == (20, {"accuracy": 0.8, "loss": 0.3})
     assert manifest.numeric == manifest_of(20).numeric
-    assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "tensors.json"}
 
 
 def test_newest_goes_on_until_one_is_whole_and_says_why_not(root):
@@ -229,3 +230,10 @@ def test_another_model_is_refused_by_the_name_of_its_tensors(saved, wanted, mess
     with pytest.raises(CheckpointError, match=f"step-000000010 belongs to another model: {message}"):
         reader.load(saved / "step-000000010", {**good, **wanted})
     assert not good["model.weight"].any(), "nothing is filled half-way"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_reader_of_pytorch_finds_the_same_tensors(saved):
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(20).items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(saved / "step-000000020"), no_dist=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(20).items())
