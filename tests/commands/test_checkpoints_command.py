@@ -23,7 +23,7 @@ from lockstep.checkpoint import inventory, layout, retention, verify
 from lockstep.checkpoint import inventory as table
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, folder_of
 from lockstep.cli import _app
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import starter
 
 SECTION = "{keep: 1, best: accuracy, keep_every_hours: 6}"
@@ -225,7 +225,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_see_why(root):
         os.truncate(folder / "__0_0.distcp", 100)
     how = f"none of the 4 checkpoints in {root} is whole; see why with: lockstep checkpoints {root.parent} --verify"
     with pytest.raises(CheckpointError, match=re.escape(how)):
-        run_folder.run_of(root.parent)
+        run_paths.run_of(root.parent)
 
 
 def test_a_truncated_file_is_seen_by_both(listing, root):

@@ -16,7 +16,7 @@ from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.cli import _app
 from lockstep.cli._common import console, shipped_folder
 from lockstep.recipe.recipe import load, starter, tasks
-from lockstep.recipe.run_folder import run_of
+from lockstep.recipe.run_paths import run_of
 
 SOURCES = plugins.names("data.sources")
 CONFIGS = sorted(EXAMPLES.glob("*.yaml"))

@@ -25,7 +25,7 @@ from lockstep.models import _user, user
 from lockstep.models.gpt import Config
 from lockstep.recipe import build
 from lockstep.recipe.recipe import load
-from lockstep.recipe.run_folder import run_of
+from lockstep.recipe.run_paths import run_of
 from lockstep.recipe.splits import open_splits
 
 VOCABULARY, CONTEXT = 320, 24

@@ -18,7 +18,7 @@ from lockstep.models.gpt import Config
 from lockstep.models.objectives._choice import with_objective
 from lockstep.recipe import build
 from lockstep.recipe.build import token_flops
-from lockstep.recipe.run_folder import run_of
+from lockstep.recipe.run_paths import run_of
 from lockstep.recipe.splits import open_splits
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 61, 24, 3, 2

@@ -25,7 +25,7 @@ from lockstep.observe.sinks import csv, jsonl
 from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
 from lockstep.protocol import run_secret
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.run import api
 from lockstep.tools.compare import comparison
 from lockstep.training.steering import Steering
@@ -46,7 +46,7 @@ def test_a_run_is_where_it_lies_whatever_its_recipe_says(folder):
     (folder / "others/step-000000001").mkdir()
     (folder / "others/step-000000001/manifest.json").write_text("{}")
     for path in (folder, folder / "others/step-000000001"):
-        assert run_folder.locate(path)[0].folder == folder
+        assert run_paths.locate(path)[0].folder == folder
 
 
 def test_a_run_does_not_write_into_another(folder, tmp_path):
@@ -54,19 +54,19 @@ def test_a_run_does_not_write_into_another(folder, tmp_path):
     other.mkdir()
     (other / "checkpoints").symlink_to(folder / "checkpoints")
     with pytest.raises(ConfigError, match=r"other/checkpoints is a link, but a run writes to it: remove it"):
-        run_folder.check_folder(other)
+        run_paths.check_folder(other)
     (other / "checkpoints").unlink()
     (tmp_path / "disk").mkdir()
     (other / "checkpoints").symlink_to(tmp_path / "disk")  # on another disk, say
-    run_folder.check_folder(other)
+    run_paths.check_folder(other)
     (other / "logs").symlink_to(tmp_path / "disk")
     with pytest.raises(ConfigError, match="other/logs is a link"):
-        run_folder.check_folder(other)
+        run_paths.check_folder(other)
 
 
 @pytest.mark.parametrize("name", ["space", "space/model"])
 def test_an_export_does_not_follow_a_link_that_lies_there(folder, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(trained_model, "run_of", lambda *_: (run_folder.locate(folder)[0], folder))
+    monkeypatch.setattr(trained_model, "run_of", lambda *_: (run_paths.locate(folder)[0], folder))
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(tmp_path)
     with pytest.raises(ModelError, match=rf"{name} is a link, which is not followed: .* with --to"):

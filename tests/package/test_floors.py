@@ -159,15 +159,18 @@ finally:
 
 
 def test_a_name_stands_for_one_thing():
-    """Files, and classes; but plugins, commands and tasks are called as people type them, in their own folders."""
-    files = collections.Counter(module.rpartition(".")[2] for module in MODULES if not is_typed(module))
+    """A file's name in its folder of the floors, and a class in the package; but plugins, commands and tasks are called
+    as people type them, in their own folders."""
+    files = collections.Counter(
+        (folder_of(module), module.rpartition(".")[2]) for module in MODULES if not is_typed(module)
+    )
     classes = collections.Counter(
         node.name
         for path in MODULES.values()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and node.name not in PLUGIN_CLASSES
     )
-    assert [name for name, count in (files + classes).items() if count > 1] == []
+    assert [name for each in (files, classes) for name, count in each.items() if count > 1] == []
 
 
 def is_typed(module):

@@ -35,7 +35,7 @@ DTYPES = {
 Shape = Annotated[tuple[Count, ...], Field(max_length=MOST_AXES)]
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A part of a tensor, and its place in a file."""
 
     offset: Shape
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 class StoredTensor(NamedTuple):
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
     shape: Shape
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
 
 Table = Mapping[str, StoredTensor]
@@ -65,7 +65,7 @@ def written_chunks(plan: Any, results: Iterable[Any]) -> Table:
         dtype = str(data.properties.dtype).removeprefix("torch.")
         stored = table.setdefault(item.index.fqn, StoredTensor(dtype, tuple(data.size), []))
         offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        stored.chunks.append(Chunk(offset, shape, place.relative_path, place.offset, place.length))
+        stored.chunks.append(StoredChunk(offset, shape, place.relative_path, place.offset, place.length))
     return table
 
 
@@ -125,7 +125,7 @@ def _problem(stored: StoredTensor, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-def _refuse_overlap(chunks: Iterable[Chunk]) -> None:
+def _refuse_overlap(chunks: Iterable[StoredChunk]) -> None:
     """Raise ValueError where bytes belong to two chunks: a small file could claim tensors of any size."""
     ends: dict[str, int] = {}
     for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.start)):

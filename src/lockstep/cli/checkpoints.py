@@ -22,7 +22,7 @@ def command(
     Exits with 1 if a listed checkpoint is damaged, else with 0.
     """
     from lockstep.checkpoint import inventory
-    from lockstep.recipe.run_folder import checkpoints_of
+    from lockstep.recipe.run_paths import checkpoints_of
 
     settings, root, checkpoint = checkpoints_of(run)
     with console.status("") as status:

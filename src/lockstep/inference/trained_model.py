@@ -28,7 +28,7 @@ from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.models.objectives._choice import with_objective
 from lockstep.recipe import build, recipe_trust
 from lockstep.recipe.recipe import Recipe, joined
-from lockstep.recipe.run_folder import is_run, locate, run_of
+from lockstep.recipe.run_paths import is_run, locate, run_of
 from lockstep.recipe.splits import check_classes, open_splits
 
 FIRST_BATCHES = (16, 1, 7)

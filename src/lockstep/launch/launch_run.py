@@ -24,7 +24,7 @@ from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.recovery import with_recovery
 from lockstep.protocol.rendezvous import Endpoint, answers
 from lockstep.recipe import recipe as recipes
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 
 REJOIN_SECONDS, ANSWER_SECONDS = 0.5, 1.0
@@ -263,7 +263,7 @@ def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher |
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if training is not None:
-            run_folder.check_folder(folder)
+            run_paths.check_folder(folder)
             _check_not_training(folder)
             _write_note(recipe, training)
         for file, text in (plan.files | {request.recipe: request.text}).items():

@@ -15,9 +15,7 @@ from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
 from lockstep.launch.elastic import live_slots
-from lockstep.observe.report import run_files
-from lockstep.observe.run_settings import LOOP
-from lockstep.observe.watch.run_state import last_lines
+from lockstep.observe.run_folder import LOOP, RunFolder
 from lockstep.recipe import recipe as recipes
 
 POLL_SECONDS = 0.2
@@ -30,7 +28,7 @@ def status(folder: Path) -> list[str]:
     """Return lines that describe the state of a run. Raises ConfigError if there is no run."""
     if (folder / LOOP).is_file():
         lines = ["a script's own loop (lockstep.Loop)"]
-        logged = next((line for line in last_lines(folder / run_files.METRICS) if line.kind == "step"), None)
+        logged = next((line for line in RunFolder(folder).last_metric_lines() if line.kind == "step"), None)
         lines += [f"step {logged.step} was the last one logged"] if logged else []
     else:
         launcher, note = _job(folder)
@@ -40,7 +38,7 @@ def status(folder: Path) -> list[str]:
     if checkpoints := listed(folder / "checkpoints"):
         lines.append(f"newest checkpoint: {checkpoints[0].name}")
     problems = list[str]()
-    summary = run_files.model_of(run_files.RunSummary, folder / run_files.SUMMARY, problems)
+    summary = RunFolder(folder, problems).summary()
     if problems:
         raise ConfigError(f"{folder}: {problems[0]}: remove it")
     if summary.status:

@@ -20,9 +20,9 @@ from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
 from lockstep.loop.loop_settings import LoopSettings
 from lockstep.loop.script_optimizer import ScriptOptimizer
+from lockstep.observe.run_folder import LOOP, RECIPE, SUMMARY
 from lockstep.observe.run_history import RunHistory
-from lockstep.observe.run_settings import LOOP, RECIPE
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.training.resume import NumericRecipe, resumed
 from lockstep.training.saving import Saving
 from lockstep.training.state import TrainState
@@ -92,7 +92,7 @@ class LoopFolder:
         if checkpoint is not None:
             optimizer.load(layout.read_manifest(checkpoint).progress[SCRIPT])
         if self.world.is_main:
-            (self.path / "summary.json").unlink(missing_ok=True)
+            (self.path / SUMMARY).unlink(missing_ok=True)
         return checkpoint
 
     def saving(self, state: TrainState, optimizer: ScriptOptimizer, order: Order) -> Saving:
@@ -117,7 +117,7 @@ class LoopFolder:
         """Write summary.json on rank 0; on a full disk warn, since the training itself is done."""
         if self.world.is_main:
             try:
-                storage.write(self.path / "summary.json", json.dumps(summary, indent=1))
+                storage.write(self.path / SUMMARY, json.dumps(summary, indent=1))
             except OSError as error:
                 if (text := storage.full_disk(error)) is None:
                     raise
@@ -130,7 +130,7 @@ class LoopFolder:
     def _claim(self) -> None:
         """Lock the folder: two runs in it would delete each other's checkpoints. Raises LaunchError, ConfigError."""
         self.path.mkdir(parents=True, exist_ok=True)
-        run_folder.check_folder(self.path)
+        run_paths.check_folder(self.path)
         if (self.path / RECIPE).exists():
             raise LaunchError(
                 f"{self.path} is the folder of a run from a config: give lockstep.Loop another folder=..."

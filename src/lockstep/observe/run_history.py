@@ -27,8 +27,8 @@ from lockstep.base.events import (
 )
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import BUSY
+from lockstep.observe.run_folder import HISTORY_FILE
 
-FILE = "history.jsonl"
 MOST_RANKS = 64
 """Limit of the ranks in a line; those with most to do are kept."""
 MOST_CHARACTERS = 2000
@@ -41,7 +41,7 @@ class RunHistory:
     def __init__(self, folder: Path, *, began: float | None = None) -> None:
         """`began`: when the command of the run began, in seconds since 1970."""
         self.began = began or time.time()
-        self.path = folder / FILE
+        self.path = folder / HISTORY_FILE
         self.step = 0
         self.step_seconds = 0.0
         """Seconds in steps since the last line about them."""

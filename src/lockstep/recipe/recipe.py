@@ -18,7 +18,7 @@ from lockstep.base.errors import ConfigError, nearest
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.data.data_config import AUTO, BYTES, NO_PROCESSOR, AudioSection, PixelSection
 from lockstep.observe.observe_config import ObserveSection
-from lockstep.observe.run_settings import known_settings
+from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe.export_config import ExportSection
 from lockstep.training.optim_config import WHOLE_TENSORS, OptimSection, ScheduleSection
 from lockstep.training.training_config import EvaluateSection, TrainSection
@@ -270,7 +270,7 @@ def begun(recipe: Recipe, path: Path) -> Recipe:
     if recipe.data.CHATS and recipe.data.date is None:
         day = date.today()
         with suppress(ValueError, TypeError):  # no run yet, or of an earlier version
-            day = date.fromisoformat(known_settings(recipe.folder).get("data", {}).get("date"))
+            day = date.fromisoformat(RunFolder(recipe.folder).known_settings().get("data", {}).get("date"))
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": day})})
     return recipe
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
 from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest
-from lockstep.recipe.run_folder import is_run, run_of
+from lockstep.recipe.run_paths import is_run, run_of
 from lockstep.recipe.splits import CLASSES
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")

@@ -20,8 +20,7 @@ from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.loaded_model import LoadedModel, load
 from lockstep.inference.predictor import DTypeName
 from lockstep.launch.launch_here import launch_here
-from lockstep.observe.report import run_files
-from lockstep.observe.run_lines import METRIC, Lines
+from lockstep.observe.run_folder import SUMMARY, RunFolder
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
@@ -41,7 +40,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The contents of summary.json: "digest", "steps", "evaluation" and more."""
-        return storage.read_json(self.folder / run_files.SUMMARY)
+        return storage.read_json(self.folder / SUMMARY)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -49,10 +48,9 @@ class Run:
 
         Warns of damaged lines, which are left out.
         """
-        notes = list[str]()
-        lines = Lines(self.folder / run_files.METRICS, METRIC, notes)
-        found = [line.model_dump(exclude_unset=True) for line in lines]
-        for note in notes:
+        run = RunFolder(self.folder)
+        found = [line.model_dump(exclude_unset=True) for line in run.metric_lines()]
+        for note in run.notes:
             warnings.warn(note, stacklevel=2)
         return found
 

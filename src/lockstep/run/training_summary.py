@@ -2,10 +2,25 @@
 
 from typing import Any
 
+from lockstep.base import lifetime
+from lockstep.base.events import StepDone
 from lockstep.checkpoint import retention
 from lockstep.recipe.components import Components
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop_state import Training
+
+
+class FirstStepTimer:
+    """Measures the seconds from the start of the process to its first finished step."""
+
+    seconds: float | None = None
+
+    def notice(self, event: object) -> None:
+        if self.seconds is None and isinstance(event, StepDone):
+            self.seconds = round(lifetime.age_seconds(), 3)
+
+    def close(self) -> None:
+        pass
 
 
 def training_summary(

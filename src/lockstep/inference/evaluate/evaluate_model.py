@@ -21,7 +21,7 @@ from lockstep.launch import launch_run
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
-from lockstep.recipe.run_folder import is_run, run_of
+from lockstep.recipe.run_paths import is_run, run_of
 
 TEXT, LABEL = "data.text_column", "data.label_column"
 """Settings that name the columns of --file, in place of those of the recipe, which may lack them."""

@@ -1,71 +1,21 @@
-"""Reads what a run wrote to its folder, for a report: settings, metrics, history, summary, evaluation.
-
-Every file may be missing, cut short by a kill, or written by somebody else: what cannot be read is left out, and noted.
-"""
+"""What a report shows of a run's folder: settings, curves, history, summary, evaluation."""
 
 import math
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field
 
-from lockstep.base import storage
-from lockstep.observe import run_history
-from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, Name, Step
-from lockstep.observe.run_settings import flattened, settings_file, settings_of
+from lockstep.observe.run_folder import METRICS, RunFolder, RunSummary, flattened
+from lockstep.observe.run_lines import HistoryLine
 
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
-MOST_KEPT_BYTES = 128 << 20
-"""Size limit of history.jsonl, without the lines about ranks."""
 MOST_KEPT_POINTS = 32_000
 """Limit of a curve's points while it is read; beyond it, three of four are left out."""
 MOST_CURVES, MOST_NAME = 200, 200
 TEST = "test"
-
-M = TypeVar("M", bound=BaseModel)
-
-
-class Drift(BaseModel):
-    """A setting that a resume has changed."""
-
-    step: Step
-    field: str
-    before: Any
-    now: Any
-
-
-class RunSummary(BaseModel):
-    """Fields of summary.json that reports and comparisons need."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    status: Name = ""
-    """Empty where there is no summary: the run goes on, or was killed."""
-    steps: Step | None = None
-    epochs: float | None = None
-    world_size: Count | None = None
-    train_samples_per_second: float | None = None
-    first_step_seconds: float | None = None
-    evaluation: dict[Name, Annotated[float, AllowInfNan()] | None] = Field({}, max_length=1000)
-    labels: list[str] = []
-    confusion_matrix: list[list[Count]] | None = None
-    digest: Name | None = None
-    training_digest: Name | None = None
-    chain: Name | None = None
-    device: Name | None = None
-    torch_version: Name | None = None
-    numeric_recipe: dict[Name, Any] = Field({}, max_length=1000)
-    drift: list[Drift] = []
-
-    @field_validator("confusion_matrix")
-    @classmethod
-    def _is_square(cls, matrix: list[list[int]] | None) -> list[list[int]] | None:
-        if matrix is not None and any(len(row) != len(matrix) for row in matrix):
-            raise ValueError("not as many columns as rows")
-        return matrix
 
 
 class WorstSample(BaseModel):
@@ -114,61 +64,25 @@ class RunFiles:
 
 def read(folder: Path) -> RunFiles:
     """Read the files of a run. Raises ConfigError for a folder that is no run's."""
-    settings_file(folder)
-    notes = list[str]()
+    run = RunFolder(folder)
+    run.settings_file()
     return RunFiles(
         name=folder.name,
         folder=folder,
-        settings=dict(flattened(settings_of(folder))),
-        curves=curves(folder / METRICS, notes),
-        history=history_lines(folder / run_history.FILE, notes),
-        summary=model_of(RunSummary, folder / SUMMARY, notes),
-        evaluation=model_of(StoredEvaluation, folder / EVALUATION, notes),
-        notes=notes,
+        settings=dict(flattened(run.settings())),
+        curves=curves(run),
+        history=run.history(),
+        summary=run.summary(),
+        evaluation=run.model_of(StoredEvaluation, EVALUATION),
+        notes=run.notes,
     )
 
 
-def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
-    """Read all lines except those about ranks; keep generated texts of the first and the last line with some."""
-    found, size, lines = list[HistoryLine](), 0, Lines(path, HISTORY, notes)
-    texts = list[int]()
-    """Indices in `found` of lines with texts."""
-    for line in lines:
-        if line.kind == "ranks":
-            continue
-        if line.texts:
-            for place in texts[1:]:
-                found[place] = HistoryLine(time=found[place].time, kind="texts", step=found[place].step)
-            texts = [*texts[:1], len(found)]
-        else:
-            size += lines.size
-        if size > MOST_KEPT_BYTES:
-            lines.is_cut = True
-            break
-        found.append(line)
-    return found
-
-
-def model_of(kind: type[M], path: Path, notes: list[str]) -> M:
-    """Read a JSON file; return the defaults where there is none, or no valid one."""
-    try:
-        return kind.model_validate_json(storage.read_regular(path, storage.MOST_JSON_BYTES, follows_links=False))
-    except FileNotFoundError:
-        return kind()
-    except OSError as error:
-        reason = error.strerror
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
-    notes.append(f"{path.name} cannot be read: {reason}")
-    return kind()
-
-
-def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
+def curves(run: RunFolder) -> dict[str, LoggedCurve]:
     """Read metrics.jsonl: name -> curve of the values; those of evaluations are called "test ..."."""
     found: dict[str, LoggedCurve] = {}
     left_out = 0
-    for line in Lines(path, METRIC, notes):
+    for line in run.metric_lines():
         prefix = f"{TEST} " if line.kind == "evaluation" else ""
         for short, value in line.values.items():
             name = f"{prefix}{short}"
@@ -181,7 +95,9 @@ def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
             if len(curve.steps) > MOST_KEPT_POINTS:
                 found[name] = shortened(curve, MOST_KEPT_POINTS // 4)
     if left_out:
-        notes.append(f"{left_out:,} values of {path.name} left out: a report has {MOST_CURVES} curves with short names")
+        run.notes.append(
+            f"{left_out:,} values of {METRICS} left out: a report has {MOST_CURVES} curves with short names"
+        )
     return {name: _sort_by_step(curve) for name, curve in found.items()}
 
 

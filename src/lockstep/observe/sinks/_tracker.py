@@ -18,13 +18,10 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
-from lockstep.observe import run_history
-from lockstep.observe.run_lines import HISTORY, METRIC, Lines
-from lockstep.observe.run_settings import known_settings
+from lockstep.observe.run_folder import METRICS, RECIPE, SUMMARY, RunFolder
 
 NOTHING = (-1, 0)
-METRICS = "metrics.jsonl"
-ARTIFACTS = ("recipe.yaml", "summary.json", "metrics.jsonl")
+ARTIFACTS = (RECIPE, SUMMARY, METRICS)
 
 
 class Tracker(ABC):
@@ -59,7 +56,7 @@ class Tracker(ABC):
         """Open the tracker's run, that of an earlier start unless this one starts at step 0."""
         known, self.sent = self._known() if event.resumed_step else ("", NOTHING)
         self.id = known
-        self.id = self.open(event, known_settings(self.folder))
+        self.id = self.open(event, RunFolder(self.folder).known_settings())
         if self.id != known:
             storage.write(self.record, json.dumps(self.id) + "\n")
         self.is_open = True
@@ -69,10 +66,10 @@ class Tracker(ABC):
     def _repeat(self, resumed_step: int) -> None:
         """Send what a kill has kept from the tracker."""
         found: dict[tuple[int, int], dict[str, float]] = {}
-        for line in Lines(self.folder / METRICS, METRIC, []):
+        for line in RunFolder(self.folder).metric_lines():
             part, group = (1, "test") if line.kind == "evaluation" else (0, "train")
             found[line.step, part] = {f"{group}/{name}": v for name, v in line.values.items() if v is not None}
-        for each in Lines(self.folder / run_history.FILE, HISTORY, []):
+        for each in RunFolder(self.folder).history_lines():
             if each.kind == "ranks" and each.steps and all(each.phases.get(name) for name in OF_STEPS):
                 found[each.step, 2] = of_ranks(each.phases, each.steps, each.gpus)
         for (step, part), values in sorted(found.items()):

@@ -11,6 +11,7 @@ import pydantic_core
 
 from lockstep.base import storage
 from lockstep.base.events import Evaluated, RunStarted, StepDone
+from lockstep.observe.run_folder import METRICS
 from lockstep.observe.run_lines import opened, short_lines
 
 
@@ -18,7 +19,7 @@ class Jsonl:
     """Appends lines; on resume, lines of steps that are repeated are dropped first."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         self.waiting = ""
         """Lines that could not be written because the disk was full; they go before the next one."""
 

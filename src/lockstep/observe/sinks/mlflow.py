@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.events import RunStarted
-from lockstep.observe.run_settings import flattened
+from lockstep.observe.run_folder import flattened
 from lockstep.observe.sinks._tracker import Tracker, final_values, missing
 
 DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}

@@ -23,7 +23,7 @@ from lockstep.base.templates import as_markdown
 from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import event_files
-from lockstep.observe.run_settings import flattened, known_settings
+from lockstep.observe.run_folder import RunFolder, flattened
 
 HYPERPARAMETERS = "hparams"
 SHAPING = ("data.", "model.", "optim.", "parallel.", "run.reproducibility", "run.seed", "schedule.", "train.")
@@ -121,7 +121,7 @@ def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
 def hyperparameters(folder: Path) -> dict[str, float | str]:
     """Return "section.key" -> value, of a run's settings that shape its result."""
     found: dict[str, float | str] = {}
-    for name, value in flattened(known_settings(folder)):
+    for name, value in flattened(RunFolder(folder).known_settings()):
         if name.startswith(SHAPING) and value is not None:
             is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
             found[name] = value if is_plain else json.dumps(value)

@@ -1,22 +1,15 @@
 """State of a run, from the files in its folder, read repeatedly while they grow."""
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
-from lockstep.observe.report.run_files import METRICS
 from lockstep.observe.report.timeline import TimelineEvent, timeline
-from lockstep.observe.run_lines import HISTORY, METRIC, MOST_LINES, HistoryLine, Lines, MetricLine, opened, short_lines
-from lockstep.observe.run_settings import settings_file
+from lockstep.observe.run_folder import RunFolder
+from lockstep.observe.run_lines import MOST_LINES, HistoryLine, MetricLine, opened, short_lines
 
 LAUNCH = "launch.yaml"
 """File that is in a run's folder before its processes have started."""
@@ -53,8 +46,8 @@ class RunReader:
     """Follows a run's files. Raises ConfigError for a folder that is no run's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.offset, self.read = 0, Lines(folder / run_history.FILE, HISTORY, [])
+        self.run = RunFolder(folder)
+        self.offset, self.read = 0, self.run.history_lines()
         self.lines: list[HistoryLine] = []
         """The last lines; of FREQUENT kinds only the last of a start."""
         self.newest: dict[str, HistoryLine] = {}
@@ -62,14 +55,14 @@ class RunReader:
 
     def state(self) -> RunState:
         """Read the files again and return the present state."""
-        if not (self.folder / LAUNCH).is_file():
-            settings_file(self.folder)
+        if not (self.run.path / LAUNCH).is_file():
+            self.run.settings_file()
         self._read_history()
         found = starts([*self.lines, *self._newest()])
         newest = {line.kind: line for line in found[-1].lines} if found else {}
-        logged = list(last_lines(self.folder / METRICS))
+        logged = list(self.run.last_metric_lines())
         return RunState(
-            name=self.folder.name,
+            name=self.run.path.name,
             start=found[-1] if found else None,
             steps=self.newest.get("steps"),
             ranks=self.newest.get("ranks"),
@@ -82,11 +75,11 @@ class RunReader:
 
     def _read_history(self) -> None:
         """Read what was appended since the last time; from the start where the file was replaced."""
-        path = self.folder / run_history.FILE
+        path = self.read.path
         try:
             with opened(path) as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset, self.read = 0, Lines(path, HISTORY, [])
+                    self.offset, self.read = 0, self.run.history_lines()
                     self.lines.clear()
                     self.newest.clear()
                 file.seek(self.offset)
@@ -115,10 +108,3 @@ class RunReader:
 
     def _newest(self) -> list[HistoryLine]:
         return sorted(self.newest.values(), key=lambda line: line.time)
-
-
-def last_lines(path: Path) -> Iterator[MetricLine]:
-    """Yield the last whole lines of metrics.jsonl, the newest first; none where there is no file."""
-    for text in reversed(storage.tail(path).split("\n")[:-1]):
-        with suppress(ValidationError):
-            yield METRIC.validate_json(text)

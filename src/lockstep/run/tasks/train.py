@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from lockstep.base import config, devices, lifetime, plugins, storage
+from lockstep.base import config, devices, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
-from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone, TextSample, TextsGenerated
+from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, TextSample, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
@@ -24,14 +24,15 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.stragglers import Stragglers
+from lockstep.observe.run_folder import RECIPE, SUMMARY
 from lockstep.observe.run_history import RunHistory
 from lockstep.recipe import recipe as recipes
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.recipe.components import Components, start_notes
 from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
-from lockstep.run.training_summary import training_summary
+from lockstep.run.training_summary import FirstStepTimer, training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop import train
@@ -41,19 +42,6 @@ from lockstep.training.saving import Saving
 from lockstep.training.steering import FILE, Steering, observer_states, restore_observers
 
 NEEDS_GROUP = True
-
-
-class FirstStepTimer:
-    """Measures the seconds from the start of the process to its first finished step."""
-
-    seconds: float | None = None
-
-    def notice(self, event: object) -> None:
-        if self.seconds is None and isinstance(event, StepDone):
-            self.seconds = round(lifetime.age_seconds(), 3)
-
-    def close(self) -> None:
-        pass
 
 
 class Hooks:
@@ -156,8 +144,8 @@ class TrainTask(WatchedTask):
 
     def prepare_folder(self) -> None:
         """Write the resolved recipe, and begin to mirror. A run that is killed leaves no old summary."""
-        storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
-        (self.recipe.folder / "summary.json").unlink(missing_ok=True)
+        storage.write(self.recipe.folder / RECIPE, config.dump(self.recipe))
+        (self.recipe.folder / SUMMARY).unlink(missing_ok=True)
         if self.mirror is not None:
             self.mirror.start()
             self.bus.subscribe(self.mirror)
@@ -167,7 +155,7 @@ class TrainTask(WatchedTask):
         with raise_on_all_ranks():
             if self.world.is_main:
                 self.recipe.folder.mkdir(parents=True, exist_ok=True)
-                run_folder.check_folder(self.recipe.folder)
+                run_paths.check_folder(self.recipe.folder)
                 try:
                     self.lock.acquire()
                 except Timeout:
@@ -354,7 +342,7 @@ class TrainTask(WatchedTask):
         unwritten = None
         if self.world.is_main:
             try:
-                storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+                storage.write(self.recipe.folder / SUMMARY, json.dumps(summary, indent=1))
             except OSError as error:
                 unwritten = error
         self.bus.publish(RunEnded(status=status, summary=summary))

@@ -8,9 +8,7 @@ from typing import Any
 
 from lockstep.base.errors import ConfigError, absence
 from lockstep.checkpoint import layout
-from lockstep.observe.report import run_files
-from lockstep.observe.run_lines import METRIC, Lines
-from lockstep.observe.run_settings import has_settings, settings_of
+from lockstep.observe.run_folder import RunFolder
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
 DIGESTS = ("digest", "training_digest")
@@ -48,7 +46,7 @@ def evidence(path: Path) -> Evidence:
     """Read the folder of a run or a checkpoint. Raises ConfigError when it is neither, or cannot be read."""
     folder = path.expanduser().absolute()
     is_checkpoint = (folder / layout.MANIFEST).is_file()
-    if not is_checkpoint and not has_settings(folder):
+    if not is_checkpoint and not RunFolder(folder).has_settings:
         raise ConfigError(
             f"{path} is no run and no checkpoint: "
             f"{absence(folder, f'there is no recipe.yaml and no {layout.MANIFEST} in it')} (runs are folders such as "
@@ -74,7 +72,7 @@ def _checkpoint_evidence(path: Path, folder: Path) -> Evidence:
 
 def _run_evidence(path: Path, folder: Path) -> Evidence:
     manifests, notes = {}, list[str]()
-    facts = _read_metrics(folder / run_files.METRICS, notes)
+    facts = _read_metrics(RunFolder(folder, notes))
     for checkpoint in layout.listed(folder / "checkpoints"):
         try:
             manifests[checkpoint] = layout.read_manifest(checkpoint)
@@ -86,7 +84,7 @@ def _run_evidence(path: Path, folder: Path) -> Evidence:
     numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
     end = None
     problems = list[str]()
-    summary = run_files.model_of(run_files.RunSummary, folder / run_files.SUMMARY, problems)
+    summary = RunFolder(folder, problems).summary()
     if problems:
         raise ValueError(problems[0])
     if summary.status:  # empty while a run goes on, and after a kill
@@ -119,10 +117,10 @@ def _quantities(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_metrics(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+def _read_metrics(run: RunFolder) -> dict[int, dict[str, Any]]:
     """Read the logged quantities -> step -> quantity -> value."""
     found: dict[int, dict[str, Any]] = {}
-    for line in Lines(file, METRIC, notes):
+    for line in run.metric_lines():
         known = found.setdefault(line.step, {})
         if line.kind == "evaluation":
             known |= _quantities(line.values)
@@ -134,7 +132,7 @@ def _read_metrics(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    sections = settings_of(run) if has_settings(run) else {}
+    sections = RunFolder(run).settings() if RunFolder(run).has_settings else {}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in flat.items() if name not in NAMES}
 

@@ -14,12 +14,10 @@ from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.lifetime import Started
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
-from lockstep.observe import run_history
-from lockstep.observe.report import run_files
 from lockstep.observe.report.goodput import starts
-from lockstep.observe.run_lines import METRIC, Lines
+from lockstep.observe.run_folder import RunFolder, RunSummary
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.compare.run_evidence import DECIDED
@@ -122,7 +120,7 @@ class TrialTraining:
             if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
                 self.trial.evaluations = [
                     Measured(step=line.step, value=line.values.get(self.metric), loss=line.values.get("loss"))
-                    for line in Lines(self.folder / run_files.METRICS, METRIC, [])
+                    for line in RunFolder(self.folder).metric_lines()
                     if line.kind == "evaluation"
                 ]
                 early = [each for each in self.trial.evaluations if each.step < self.total_steps]
@@ -141,7 +139,7 @@ class TrialTraining:
 
     def _checkpoint_metrics(self) -> dict[str, Any]:
         """Return the evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
-        recipe, checkpoints, _ = run_folder.locate(self.folder)  # whose checkpoint.mode is decided
+        recipe, checkpoints, _ = run_paths.locate(self.folder)  # whose checkpoint.mode is decided
         manifests = retention.manifests(checkpoints)
         chosen = retention.best(manifests, recipe.checkpoint) or next(iter(manifests), None)
         return dict(manifests[chosen].metrics) if chosen else {}
@@ -159,9 +157,9 @@ class TrialTraining:
         return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
 
     def _result(self, state: str, **results: Any) -> SweepTrial:
-        history = run_files.history_lines(self.folder / run_history.FILE, [])
+        history = RunFolder(self.folder).history()
         seconds = sum(start.ended - start.began for start in starts(history))
         return self.trial.model_copy(update={"state": state, "seconds": round(seconds, 1), **results})
 
-    def _summary(self) -> run_files.RunSummary:
-        return run_files.model_of(run_files.RunSummary, self.folder / run_files.SUMMARY, [])
+    def _summary(self) -> RunSummary:
+        return RunFolder(self.folder).summary()

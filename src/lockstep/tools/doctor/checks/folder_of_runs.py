@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.base.errors import ConfigError
-from lockstep.recipe import run_folder
+from lockstep.recipe import run_paths
 from lockstep.tools.doctor.diagnosis import Diagnosis
 from lockstep.tools.doctor.doctor_context import DoctorContext
 
@@ -43,7 +43,7 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
         shutil.rmtree(probe, ignore_errors=True)
     if context.recipe.run.name is not None:
         try:
-            run_folder.check_folder(context.recipe.folder)
+            run_paths.check_folder(context.recipe.folder)
         except ConfigError as error:
             yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
     bytes_each = BYTES_PER_PARAMETER * context.parameters.needed()

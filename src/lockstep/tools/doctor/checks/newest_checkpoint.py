@@ -5,8 +5,7 @@ from pathlib import Path
 
 from lockstep.base.errors import LockstepError
 from lockstep.checkpoint import layout
-from lockstep.observe import run_history
-from lockstep.observe.report import run_files
+from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe import recipe as recipes
 from lockstep.tools.doctor.diagnosis import Diagnosis
 from lockstep.tools.doctor.doctor_context import DoctorContext
@@ -57,7 +56,7 @@ def _drift(context: DoctorContext, checkpoint: Path) -> Iterator[Diagnosis]:
 
 def too_short(context: DoctorContext, folder: Path) -> Iterator[Diagnosis]:
     """Check that the saves of the run in a folder took no longer than the grace period allows."""
-    lines = run_files.history_lines(folder / run_history.FILE, [])
+    lines = RunFolder(folder).history()
     seconds = max((line.seconds for line in lines if line.kind == "saved"), default=0.0)
     if FACTOR * seconds > context.launch.grace_seconds:
         yield Diagnosis(

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from lockstep.base.errors import CheckpointError, ConfigError, absence
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.layout import CheckpointSection, listed
-from lockstep.observe.run_settings import LOOP, RECIPE, has_settings, settings_of
+from lockstep.observe.run_folder import LOOP, RECIPE, RunFolder
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe.recipe import Recipe
 
@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> None:
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
     folder = Path(os.path.abspath(path))
-    return any(map(has_settings, (folder, *folder.parents[:2])))
+    return any(RunFolder(each).has_settings for each in (folder, *folder.parents[:2]))
 
 
 def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
@@ -60,7 +60,7 @@ def checkpoints_of(path: Path) -> tuple[CheckpointSection, Path, Path | None]:
     if not (root.parent / LOOP).is_file():
         return locate(path)[0].checkpoint, root, checkpoint
     try:
-        return CheckpointSection.model_validate(settings_of(root.parent).get("checkpoint")), root, checkpoint
+        return CheckpointSection.model_validate(RunFolder(root.parent).settings().get("checkpoint")), root, checkpoint
     except ValidationError as error:
         raise ConfigError(f"{root.parent / LOOP} cannot be read: {error.errors()[0]['msg']}") from None
 
@@ -70,7 +70,7 @@ def _checkpoints_folder(path: Path) -> tuple[Path, Path | None]:
     folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
     if (folder / layout.MANIFEST).is_file():
         return folder.parent, folder
-    is_root = folder.name == "checkpoints" and not has_settings(folder)
+    is_root = folder.name == "checkpoints" and not RunFolder(folder).has_settings
     return (folder if is_root else folder / "checkpoints"), None
 
 
