@@ -1,4 +1,4 @@
-# Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
+# Two commands do all set-up: `make demo` trains a model from start to export, `make test` tests in minutes.
 .PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-gpu durations soak chaos bench-check check docs pictures format
 
 VENV ?= .venv
@@ -29,14 +29,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The tests that take less than half a second each, and those marked `core`: each command, a kill, a lost process.
 test: setup
-	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT) --quick
 
-# make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
+# All tests but the matrix and the long runs, those in a browser and on Slurm among them: what CI runs after `make check`.
 test-all: setup packages
-	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=15 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=5 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
-# How long each file of tests takes, by which later runs share them out: tests/durations.json.
+# How long each test takes, by which later runs choose and share them out: tests/durations.json.
 durations: setup packages
 	LOCKSTEP_TEST_DURATIONS=write $(MAKE) test-all
 

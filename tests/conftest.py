@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from multiprocessing import forkserver
 
@@ -55,18 +55,42 @@ SKIPS = (
     "a torch that is built for GPUs",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
-SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes", "test_live_nodes")
-"""Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
+WAITING = "cluster"
+"""The folder of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 DURATIONS = TESTS / "durations.json"
-"""Seconds of each file of tests, as `make durations` has measured them."""
+"""File of tests -> test -> seconds, as `make durations` has measured them; of those below QUICK_SECONDS only the sum."""
+QUICK_SECONDS, OTHERS = 0.5, "others"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"leave out tests that took {QUICK_SECONDS} s or more when they were measured, but for those marked `core`",
+    )
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    """Begin with the files that sleep, and go on with the slowest, so that none of them is left for the end."""
+def pytest_collection_modifyitems(items, config):
+    """Begin with the files that wait, and go on with the slowest, so that none of them is left for the end."""
+    seconds = json.loads(DURATIONS.read_text())
+    if config.option.quick:
+        is_quick = {item: item.name not in seconds.get(file_of(item.nodeid), ()) for item in items}
+        kept = [item for item in items if is_quick[item] or item.get_closest_marker("core")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if "PYTEST_XDIST_WORKER" in os.environ:
-        seconds = json.loads(DURATIONS.read_text())
-        items.sort(key=lambda item: (item.path.stem not in SLEEPING, -seconds.get(item.path.stem, 0)))
+        total = {file: sum(each.values()) for file, each in seconds.items()}
+        items.sort(key=lambda item: (not waits(item.nodeid), -total.get(file_of(item.nodeid), 0)))
+
+
+def file_of(nodeid):
+    """Such as ranks/test_training.py."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def waits(nodeid):
+    return file_of(nodeid).startswith(f"{WAITING}/")
 
 
 def pytest_collection_finish():
@@ -82,11 +106,10 @@ def pytest_xdist_auto_num_workers(config):
 
 
 class Sharing(LoadFileScheduling):
-    """By file, but those that sleep go to one process, one after the other: the others keep the cores busy."""
+    """By file, but those that wait go to one process, one after the other: the others keep the cores busy."""
 
     def _split_scope(self, nodeid):
-        file = super()._split_scope(nodeid)
-        return "sleeping" if pathlib.Path(file).stem in SLEEPING else file
+        return WAITING if waits(nodeid) else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -135,12 +158,15 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def write_durations(reports):
-    seconds = Counter()
+    seconds = defaultdict(Counter)
     for report in reports:
         if hasattr(report, "duration") and hasattr(report, "nodeid"):
-            seconds[pathlib.Path(report.nodeid.partition("::")[0]).stem] += report.duration
-    rounded = {name: round(value) for name, value in sorted(seconds.items()) if value >= 1}
-    DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+            seconds[file_of(report.nodeid)][report.nodeid.partition("::")[2]] += report.duration
+    measured = {}
+    for file, tests in sorted(seconds.items()):
+        slow = {name: round(each, 1) for name, each in sorted(tests.items()) if each >= QUICK_SECONDS}
+        measured[file] = slow | {OTHERS: round(sum(each for name, each in tests.items() if name not in slow), 1)}
+    DURATIONS.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def test_a_signal_to_a_client_command_reaches_it(slurm):
     assert "forcing job termination" in process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
+@pytest.mark.matrix
 def test_a_killed_node_is_down_and_heals(slurm, tmp_path):
     """Its job is requeued, and starts again when the node is back."""
     job = slurm.submit(script(tmp_path, "echo start $SLURM_RESTART_COUNT; sleep 1000", "--nodes=2"))
@@ -118,6 +119,7 @@ def test_a_cut_node_is_out_of_reach_and_heals(slurm):
     until(lambda: reaches(slurm, "node1", "node2"), "a way back")  # whoever was sought in vain is asked for anew
 
 
+@pytest.mark.matrix
 def test_a_preempted_job_is_requeued(slurm, tmp_path):
     """If it is still there when its time of grace is over: one that ends by itself has ended for good."""
     stay = "trap 'echo asked' TERM; echo ready; while :; do sleep 1; done"

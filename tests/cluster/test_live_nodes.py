@@ -33,6 +33,7 @@ def machines(tmp_path, request):
 
 
 @NODES
+@pytest.mark.matrix
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_a_machine_that_is_lost_and_started_again(machines, plain):
     first, second = machines.start(0), machines.start(1)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from members import further
 from places import SUPPORT
 from rank_pool import FORKING
 from running import family, started, summary, wait_for_steps
@@ -246,10 +247,9 @@ def impersonated(rank, port):
 @pytest.mark.parametrize(
     ("rank", "other", "expected"),
     [
-        (0, "same", "ok"),
         (0, "another", "the processes of this run have different secrets"),
-        (0, None, "not all processes have come"),
         (1, None, "another program has written where the processes meet"),
+        *further((0, "same", "ok"), (0, None, "not all processes have come")),
     ],
 )
 def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, rank, other, expected):
@@ -266,7 +266,7 @@ def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, rank, 
 # ---- messages
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "pipeline", pytest.param("ddp", marks=pytest.mark.matrix), "tensor"])
+@pytest.mark.parametrize("kind", ["fsdp", *further("pipeline", "ddp", "tensor")])
 def test_nothing_is_unpickled(tmp_path, kind):
     (tmp_path / "poem.txt").write_text("the rain in spain stays mainly in the plain\n" * 60)
     (tmp_path / "c.yaml").write_text(GPT if kind == "tensor" else SHORT)

@@ -130,6 +130,7 @@ def plain(tmp_path_factory):
     return json.loads((folder / "runs" / "a" / "summary.json").read_text())["digest"]
 
 
+@pytest.mark.matrix
 def test_trials_of_a_sweep_are_jobs(slurm, tmp_path):
     """Two at a time. When the command is killed, their jobs go on; the next one follows them, resumes a trial whose job
     has gone meanwhile, and submits the others. A job that is cancelled while it is followed fails alone."""
@@ -232,6 +233,7 @@ def test_the_others_go_on_without_a_restart_where_a_machine_is_lost(slurm, tmp_p
     assert "node 1 (node2) is lost, with rank 1" in run.said and "Starting again" not in run.said
 
 
+@pytest.mark.matrix
 def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
     """launch.nodes=2: one is lost, the job waits for its return."""
     run = Run(slurm, tmp_path, "launch.nodes=2", QUICK)
@@ -244,6 +246,7 @@ def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
     assert run.finished()["digest"] == plain
 
 
+@pytest.mark.matrix
 def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     """Nobody sees a closed connection: silence is noticed on both sides, and both end what cannot go on."""
     run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
@@ -270,6 +273,7 @@ def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
     assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"))
 
 
+@pytest.mark.matrix
 def test_doctor_on_all_machines_of_a_job(slurm, tmp_path):
     """One command on the login node: srun starts it on both, and the pairs between them are measured. What is wrong on
     one of them is told with its name, and a machine that is cut off is missed."""

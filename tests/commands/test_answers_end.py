@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from members import further
 from running import lockstep
 
 from lockstep.inference.generation.sampling import Sampling
@@ -111,8 +112,11 @@ def answered_by_transformers(export, questions):
         yield text
 
 
+DAILY = ("gemma", "chatml on a base model", "bytes")
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [*TEMPLATES, *TOKENIZERS])
+@pytest.mark.parametrize("name", [*DAILY, *further(*({*TEMPLATES, *TOKENIZERS} - {*DAILY}))])
 def test_whole_answers_in_use_and_in_plain_transformers(tmp_path, name):
     chat_template, extra, end = TEMPLATES.get(name, (None, [], ""))
     theirs = tokenizer(tmp_path / "m", chat_template, extra)

@@ -50,7 +50,7 @@ def waits(folder, minilm, model, *settings):
     return {line: number for line, number in found.items() if not line.startswith(OF_TRANSFORMERS)}
 
 
-SQUARE = [("cnn", "ddp"), ("texts", "fsdp")], [("texts", "ddp"), ("gpt", "fsdp")], [("gpt", "ddp"), ("cnn", "fsdp")]
+SQUARE = [("texts", "fsdp")], [("gpt", "fsdp")], [("cnn", "ddp")]
 CASES = [
     pytest.param(model, strategy, manner, marks=[] if (model, strategy) in daily else pytest.mark.matrix)
     for manner, daily in zip(MANNERS, SQUARE, strict=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from members import further
 from PIL import Image
 from running import typed
 
@@ -123,8 +124,10 @@ def build(options, spec):
     ("beside", "first", "reason"),
     [
         ("scale.py", "import importlib\nimportlib.import_module('scale')", "'scale'"),
-        ("words.txt", "import pathlib\n(pathlib.Path(__file__).parent / 'words.txt').read_text()", "words.txt"),
-        ("lib/far.py", "import sys\nsys.path.append('lib')\nimport far", "'far'"),
+        *further(
+            ("words.txt", "import pathlib\n(pathlib.Path(__file__).parent / 'words.txt').read_text()", "words.txt"),
+            ("lib/far.py", "import sys\nsys.path.append('lib')\nimport far", "'far'"),
+        ),
     ],
 )
 def test_what_cannot_go_along_is_refused(tmp_path, beside, first, reason):

@@ -234,6 +234,7 @@ def test_tensor_parallelism_comes_close(folder, alone):
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_killed_and_resumed_on_another_number_of_processes(folder, alone):
     command = ["train", "c.yaml", "run.name=killed", "launch.max_restarts=0"]
     process = started(folder, *command, "launch.processes=2")

@@ -158,6 +158,7 @@ def test_spares_take_the_place_of_lost_processes(tmp_path, plain):
     assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
 
 
+@pytest.mark.matrix
 def test_all_but_one_and_then_all(tmp_path, plain):
     """Where nobody is left the run starts again from its newest checkpoint."""
     (tmp_path / "c.yaml").write_text(SHORT)
@@ -230,6 +231,7 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, plain):
     assert summary(tmp_path, "live")["digest"] == plain[0]
 
 
+@pytest.mark.matrix
 def test_stopped_by_a_signal_while_processes_are_lost(tmp_path, plain):
     """One is dead, another is stopped in the middle of the recovery: the one that is left saves, once it is alone."""
     chaos = Chaos(tmp_path, SHORT)

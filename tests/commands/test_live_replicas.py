@@ -116,6 +116,7 @@ def test_the_last_copy_of_a_part_is_lost(tmp_path, plain):
     assert summary(tmp_path, "live")["digest"] == plain[0]
 
 
+@pytest.mark.matrix
 def test_resized_and_with_a_spare(tmp_path, plain):
     """To whole replicas."""
     (tmp_path / "c.yaml").write_text(SHORT)

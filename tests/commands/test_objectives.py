@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from members import further
 from objective_runs import BRIEF, SETTINGS, VARIANTS, wait_for_checkpoint
 from running import lockstep, started, summary, workers
 from served import serving
@@ -94,6 +95,7 @@ def test_the_same_bits_and_metrics_on_any_cluster(folder, objective):
             assert found[name] == expected[name], (variant, name)
 
 
+@pytest.mark.parametrize("objective", ["regression", *further("multilabel", "classification")], indirect=True)
 def test_killed_and_resumed_on_another_number_of_processes(folder, objective):
     command = ["train", f"{objective}.yaml", *SETTINGS, "run.name=" + objective + "-killed", "launch.max_restarts=0"]
     process = started(folder, *command, "launch.processes=2")

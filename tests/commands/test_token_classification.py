@@ -103,6 +103,7 @@ def test_the_same_bits_and_metrics_on_any_cluster(folder, trained):
             assert found[name] == expected[name], (variant, name)
 
 
+@pytest.mark.matrix
 def test_killed_and_resumed_on_another_number_of_processes(folder, trained):
     command = ["train", "tags.yaml", *SETTINGS, "run.name=killed", "launch.max_restarts=0"]
     process = started(folder, *command, "launch.processes=2")

@@ -1,6 +1,7 @@
 """Errors that a user's code raises: one message with the user's own lines, whatever is raised, and wherever."""
 
 import pytest
+from members import further
 from running import lockstep
 
 from lockstep.base import user_code
@@ -118,8 +119,14 @@ def train(commands, tmp_path):
     return answered
 
 
-@pytest.mark.parametrize("fault", SAID)
-@pytest.mark.parametrize("where", ["build", "forward"])
+@pytest.mark.parametrize(
+    ("where", "fault"),
+    [
+        ("build", "chain"),
+        *(("forward", each) for each in SAID),
+        *further(*(("build", each) for each in SAID if each != "chain")),
+    ],
+)
 def test_whatever_is_raised_is_told_in_the_users_lines(train, where, fault):
     found = train(where, fault)
     assert (found.kind, found.code) == ("message", 1), found.output

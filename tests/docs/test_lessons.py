@@ -48,7 +48,7 @@ def test_it_is_short_plain_and_listed(lesson):
     text = lesson.read_text()
     assert len(text.splitlines()) <= 60
     of_lockstep = [line for line in text.splitlines() if "lockstep" in line]
-    assert of_lockstep in ([], ["from lockstep.tools import teaching"])  # in a lesson that trains
+    assert of_lockstep in ([], ["from lockstep.run import teaching"])  # in a lesson that trains
     assert f"({lesson.stem.replace('_', '-')}.md)" in (PAGES / "README.md").read_text()
 
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+from members import further
 from optimizer_runs import train_on_rank
 from running import lockstep, started, summary, wait_for_steps
 from torch import nn
@@ -110,7 +111,9 @@ EVERYWHERE = ((2, "ddp"), (3, "ddp"), (2, "fsdp"), (2, "pipeline"))
             GPT | {"schedule": {"shape": "wsd", "warmup": 2, "decay": 4}, "train": {"label_smoothing": 0.2}},
             ((2, "ddp"),),
         ),
-        *(({"schedule": {"shape": shape, "warmup": 2}}, ((2, "ddp"),)) for shape in get_args(Shape) if shape != "user"),
+        *further(
+            *(({"schedule": {"shape": each, "warmup": 2}}, ((2, "ddp"),)) for each in get_args(Shape) if each != "user")
+        ),
     ],
     ids=lambda each: re.sub(r"\W+", "-", json.dumps(each)).strip("-")[:60] if isinstance(each, dict) else "",
 )

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from members import further
 from places import OWN
 from running import lockstep
 from strategy_runs import Network, images, prepared
@@ -39,7 +40,7 @@ def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
 
 
 @pytest.mark.parametrize(
-    ("odd", "name"), [("weight", "the parameter"), ("bias", "the parameter"), ("level", "the buffer")]
+    ("odd", "name"), [("weight", "the parameter"), ("level", "the buffer"), *further(("bias", "the parameter"))]
 )
 def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name):
     """At the next comparison by value; where it gets another storage, in the step that does it."""
