@@ -19,7 +19,7 @@ from running import family, started, wait_for_steps, workers
 from torch.distributed import DistError
 
 from lockstep.base.errors import PeerLost
-from lockstep.core.distributed.group_attempts import authenticate
+from lockstep.core.distributed.authenticated_group import authenticate
 from lockstep.protocol.live_messages import PATIENCE
 from lockstep.protocol.store_client import connected
 

@@ -12,7 +12,7 @@ import pytest
 from proofs import proof_of
 from running import left_of
 
-from lockstep.tools.prove.run_proof import half_time
+from lockstep.tools.prove.proving import half_time
 
 PROVE = [sys.executable, "-m", "lockstep", "prove", "c.yaml"]
 MODEL = """

@@ -155,6 +155,12 @@ def test_a_resume_and_a_warm_start(folder):
     assert (
         "not in it, so they start as without it: network.model.layers.0.self_attn.q_proj.lora_A.default.weight" in said
     )
+    said = run(folder, "train", "c.yaml", "run.name=exported", "model.init=adapter", "train.steps=1")
+    assert re.search(r"model.init: (\d+) of the model's \d+ weights", said)[1] == "8", said
+    digests = {summary(folder, name)["digest"] for name in ("next", "exported")}
+    assert len(digests) == 1
+    said = run(folder, "train", "c.yaml", "run.name=alone", "model.name=adapter", code=2)
+    assert "adapter is an adapter without its model, which adapter_config.json names: give that model" in said
 
 
 @pytest.mark.parametrize(

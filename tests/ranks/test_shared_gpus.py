@@ -16,7 +16,7 @@ import lockstep
 from lockstep.base import devices
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World, environment
-from lockstep.core.distributed.staged_group import StagedGroup
+from lockstep.core.distributed.shared_gpu_group import StagedGroup
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import tree_sum
 from lockstep.launch.launch_config import LaunchSection

@@ -15,7 +15,7 @@ from lockstep.recipe.splits import prepare_splits
 from lockstep.run.tasks.prove import ProofTask
 from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
-from lockstep.tools.prove.run_proof import Proof
+from lockstep.tools.prove.proving import Proof
 
 
 def run_of_proof(asked, recipe):

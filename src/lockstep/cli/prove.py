@@ -21,6 +21,6 @@ def command(
 ) -> int:
     """Show, on this config and machine, that the weights do not depend on the number of processes."""
     recipe = load_trusted(path, overrides, trusts=trust_code)
-    from lockstep.tools.prove import run_proof
+    from lockstep.tools.prove import proving
 
-    return run_proof.prove(recipe, steps=steps, parts=only or run_proof.PARTS, keep=keep, console=console)
+    return proving.prove(recipe, steps=steps, parts=only or proving.PARTS, keep=keep, console=console)

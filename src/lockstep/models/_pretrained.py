@@ -150,7 +150,10 @@ def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **
         **options,
     )
     notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")
-    new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    resized = {key for key, *_ in loading["mismatched_keys"]}
+    if any(not key.startswith(f"{network.base_model_prefix}.") for key in resized):
+        return network, [*notes, _other_head([*before.values()])]
+    new = {*loading["missing_keys"], *resized}
     return network, [*notes, *_rows_by_name(network, [*before.values()], [*names.values()], new=new)]
 
 
@@ -170,14 +173,22 @@ def _rows_by_name(network: Any, before: list[str], names: list[str], *, new: set
             for parameter in last.values():
                 parameter.copy_(parameter[order])
         return ["the checkpoint has its classes in another order: the rows of its head follow their names"]
-    found = "one unnamed output" if is_unnamed and rows == 1 else few(before) if not is_unnamed else f"{rows} unnamed"
     if rows == 1:  # a number of another name: there is no other output that it could be
+        found = "one unnamed output" if is_unnamed else before[0]
         return [f"the checkpoint has a head for {found}, which is taken over for {names[0]!r}"]
+    given = [f"LABEL_{n}" for n in range(rows)] if is_unnamed else before
     _initialize(network, last)
-    return [
+    return [_other_head(given)]
+
+
+def _other_head(before: list[str]) -> str:
+    is_unnamed = before == [f"LABEL_{n}" for n in range(len(before))]
+    found = f"{len(before)} unnamed" if is_unnamed else few(before)
+    return (
         f"the checkpoint has a head for other classes ({found}) than the data: a new head is trained. To continue with "
-        "the trained one, name its classes in the checkpoint's config.json (id2label and label2id) as the data does"
-    ]
+        "the trained one, give the data the same classes, and name them in the checkpoint's config.json (id2label and "
+        "label2id) as the data does"
+    )
 
 
 def _initialize(network: Any, parameters: Mapping[str, nn.Parameter]) -> None:

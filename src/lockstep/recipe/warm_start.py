@@ -1,5 +1,6 @@
 """Weights that a model starts with: from a run, an export, or a file of weights (model.init)."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from lockstep.recipe.run_paths import is_run, run_of
 from lockstep.recipe.splits import CLASSES
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+OF_ADAPTERS = re.compile(r"\.(base_layer|(modules_to_save\.)?default)\.")
+"""Parts of names that peft puts into a model with an adapter, some of which its files lack."""
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save a state dict beside other things."""
 MAX_NAMES = 3
@@ -111,7 +114,7 @@ def _match_names(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict
 
 def _cut_prefixes(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
     """Return names -> the same without their first `depth` parts, as far as all names share these."""
-    names = {name: name.replace(".base_layer.", ".") for name in tensors}  # where an adapter is beside it
+    names = {name: OF_ADAPTERS.sub(".", name) for name in tensors}
     for _ in range(depth):
         if len({short.partition(".")[0] for short in names.values()}) == 1:
             names = {name: short.partition(".")[2] or short for name, short in names.items()}

@@ -59,7 +59,11 @@ def test_rows_follow_the_names(classifier, names):
             "a head for other classes (3 unnamed) than the data: a new head is trained",
         ),
         (("sad", "glad", "calm"), "a head for other classes (sad, glad, calm) than the data: a new head is trained"),
-        (("bad", "good"), ""),
+        (("bad", "good"), "a head for other classes (bad, good) than the data: a new head is trained"),
+        (
+            ("bad", "good", "so so", "great"),
+            "a head for other classes (bad, good, so so and 1 more) than the data: a new head is trained",
+        ),
     ],
 )
 def test_other_classes_get_a_new_head(classifier, names, said):

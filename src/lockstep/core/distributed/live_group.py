@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed import flight_recorder
-from lockstep.core.distributed.group_attempts import CONNECT_SECONDS, authenticate
+from lockstep.core.distributed.authenticated_group import CONNECT_SECONDS, authenticate
 from lockstep.core.distributed.group_connections import abort_nccl, shut_down_connections
 from lockstep.core.distributed.process_group import backend_of, is_lost_peer, meetings, world_group
 from lockstep.core.host import activity

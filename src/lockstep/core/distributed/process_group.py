@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
-from lockstep.core.distributed import flight_recorder, staged_group
-from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
-from lockstep.core.distributed.proven_meeting import check_secrets, meet
+from lockstep.core.distributed import flight_recorder, shared_gpu_group
+from lockstep.core.distributed.authenticated_group import INTERFACES, Attempts, authenticate
+from lockstep.core.distributed.authenticated_rendezvous import check_secrets, meet
 from lockstep.protocol import run_secret
 from lockstep.protocol.live_messages import is_live_worker, secret_of_run, slot_here
 from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, check_reachable, interface_to
@@ -74,7 +74,7 @@ def backend_of(world: World) -> str:
     if not torch.cuda.is_available():
         return "gloo"
     has_nccl = dist.is_nccl_available() and not world.shares_gpus
-    return "cpu:gloo,cuda:nccl" if has_nccl else staged_group.register()
+    return "cpu:gloo,cuda:nccl" if has_nccl else shared_gpu_group.register()
 
 
 def device_model(device: torch.device) -> str:

@@ -14,6 +14,7 @@ from lockstep.core.host.hub_access import hub_answers
 MAX_CONFIG_BYTES = 64 << 20
 MIN_VOCABULARY = 3
 """Number of ordinary tokens; where a folder has no tokenizer, transformers makes up one with 0 to 2."""
+ADAPTER = "adapter_config.json"
 MAX_LAYERS, MAX_RANK = 10_000, 1 << 16
 CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
         "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
@@ -33,6 +34,8 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     own client retries."""
     _check_exists(name)
     check_folder(Path(name))
+    if auto_class.__name__.startswith(("AutoConfig", "AutoModel")):
+        _refuse_adapter(Path(name))
     _refuse_kernels(auto_class)
     options["local_files_only"] = Path(name).is_dir() or not hub_answers()
     # without the option, transformers asks on the terminal whether to import the code that config.json names
@@ -59,6 +62,15 @@ def _check_exists(name: str | Path) -> None:
         is_local = not isinstance(try_to_load_from_cache(str(folder), "config.json"), str) and not hub_answers()
     if is_local:
         raise ModelError(f"there is no folder {folder.absolute()}: correct its path, or name a model of the hub")
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise ModelError for an adapter alone, which transformers would load with its model, all of it frozen."""
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is an adapter without its model, which {ADAPTER} names: give that model, the settings of "
+            f"model.adapter with which this one was trained, and model.init={folder}; or a merged export"
+        )
 
 
 def _check_tokenizer(tokenizer: Any, name: str | Path) -> None:
@@ -117,7 +129,7 @@ def check_folder(folder: Path) -> None:
         storage.require_own_files(folder)
         # a config.json may name others of its kind that are read in its place
         found = {path.name: _checked(path) for path in sorted(folder.glob("*config*.json"))}
-        if isinstance(adapter := found.get("adapter_config.json"), dict) and "config.json" not in found:
+        if isinstance(adapter := found.get(ADAPTER), dict) and "config.json" not in found:
             base = str(adapter.get("base_model_name_or_path"))
             folder = Path(base) if os.path.isdir(base) else folder
 

@@ -160,8 +160,8 @@ class BulkPrediction:
         with progress_bar.counting(self.console, "predicting", "rows", total=scan.rows, done=rows_before) as progress:
             self.pool.predict(requests, count, progress.add)
         if cut := self.pool.cut_prompts:
-            longer = "prompts are longer" if cut > 1 else "prompt is longer"
-            self.print(f"{cut:,} {longer} than the model's context: their beginnings are cut off")
+            which, whose = ("prompts are", "their beginnings are") if cut > 1 else ("prompt is", "its beginning is")
+            self.print(f"{cut:,} {which} longer than the model's context: {whose} cut off")
         return f", {progress.speed:,.0f} rows/s"
 
     def schema(self, scan: InputScan, model: ExportFacts) -> pa.Schema:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
-from lockstep.core.distributed.group_attempts import wait_for_all
+from lockstep.core.distributed.authenticated_group import wait_for_all
 from lockstep.protocol import run_secret
 from lockstep.protocol.environment import RUN_ID
 from lockstep.protocol.rendezvous import Endpoint, address_to, serve_store
