@@ -29,7 +29,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The tests that take less than half a second each, and those marked `core`: each command, a kill, a lost process.
+# The tests that take less than 0.7 seconds each, and those marked `core`: each command, a kill, a lost process.
 test: setup
 	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT) --quick
 

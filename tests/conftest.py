@@ -59,7 +59,7 @@ WAITING = "cluster"
 """The folder of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 DURATIONS = TESTS / "durations.json"
 """File of tests -> test -> seconds, as `make durations` has measured them; of those below QUICK_SECONDS only the sum."""
-QUICK_SECONDS, OTHERS = 0.5, "others"
+QUICK_SECONDS, OTHERS = 0.7, "others"
 
 
 def pytest_addoption(parser):

@@ -200,6 +200,7 @@ class Guesser:
             connection.close()
 
 
+@pytest.mark.core
 def test_who_guesses_connections_changes_nothing(tmp_path):
     """With recovery=restart, where nobody replaces a group that is not whole."""
     (tmp_path / "c.yaml").write_text(SHORT)
@@ -266,6 +267,7 @@ def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, rank, 
 # ---- messages
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["fsdp", *further("pipeline", "ddp", "tensor")])
 def test_nothing_is_unpickled(tmp_path, kind):
     (tmp_path / "poem.txt").write_text("the rain in spain stays mainly in the plain\n" * 60)

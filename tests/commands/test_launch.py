@@ -18,6 +18,7 @@ def config(tmp_path):
     return tmp_path
 
 
+@pytest.mark.core
 def test_pulse(config):
     """Train, kill -9 in mid-epoch, resume, evaluate, export, as typed: the digest of the run that was not disturbed."""
     whole = typed(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")

@@ -85,12 +85,14 @@ class Recorder:
 
 def notes_of(run, secret):
     """The port of the launcher's store, which its workers have reported to."""
-    for connection in psutil.Process(run.pid).net_connections("inet"):
-        with suppress(DistError):
-            if connection.status == psutil.CONN_LISTEN:
-                client = connected("127.0.0.1", connection.laddr.port, secret, timeout=PATIENCE)
-                if client.check(["formation"]):
-                    return connection.laddr.port
+    for _ in range(5):  # a busy machine answers late
+        for connection in psutil.Process(run.pid).net_connections("inet"):
+            with suppress(DistError):
+                if connection.status == psutil.CONN_LISTEN:
+                    client = connected("127.0.0.1", connection.laddr.port, secret, timeout=PATIENCE)
+                    if client.check(["formation"]):
+                        return connection.laddr.port
+        time.sleep(1)
     raise AssertionError("there is none")
 
 

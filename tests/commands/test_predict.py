@@ -192,6 +192,7 @@ def test_a_few_rows_start_no_process(predict, texts_model, images_model, photos,
     assert not Path("out.csv.parts").exists()
 
 
+@pytest.mark.core
 def test_every_form_is_read_and_written(predict, texts_model, words, table):
     few = table.slice(0, 50).rename_columns(["id", "body", "rest"])
     views = few.set_column(1, "body", few["body"].cast(pa.string_view()))  # as polars writes texts

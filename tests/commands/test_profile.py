@@ -174,6 +174,7 @@ def test_a_trace_is_written_where_only_this_user_may_write(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
+@pytest.mark.core
 def test_steps_of_a_training_are_traced(folder):
     """On every rank, with the same weights as without."""
     for name, settings in (("plain", []), ("traced", ["observe.profile_steps=[10, 12]"])):

@@ -60,6 +60,7 @@ def test_with_gpus_a_run_restarts(monkeypatch):
     assert not with_recovery(recipe(TWO)).launch.recovers_live
 
 
+@pytest.mark.core
 @linux
 def test_a_run_goes_on_without_a_lost_process_by_default(tmp_path):
     """Its recipe leaves the choice to the machine on which it is resumed."""

@@ -64,6 +64,7 @@ def near(found, expected):
 # ---- answers
 
 
+@pytest.mark.core
 def test_answers_are_the_models_own(texts, text_folder):
     predictor = open_predictor(text_folder)
     expected = predictor.scores(predictor.encode(HEADLINES))
@@ -78,6 +79,7 @@ def test_answers_are_the_models_own(texts, text_folder):
     assert len({one["label"] for one in together}) > 1
 
 
+@pytest.mark.core
 def test_many_at_once_are_not_mixed_up(texts, text_folder):
     """Of all lengths, from many threads, so that they share batches."""
     predictor = open_predictor(text_folder)

@@ -149,6 +149,7 @@ def shown(picture):
     return [text.strip() for text in ElementTree.fromstring(picture.read_text()).itertext() if text.strip()]
 
 
+@pytest.mark.core
 def test_failed_trials_are_noted_and_the_sweep_goes_on(folder):
     (folder / "net.py").write_text(FAILING)
     words = ["model.kind=user", "model.file=net.py", "train.epochs=1", "--name", "nets"]

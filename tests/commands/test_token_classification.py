@@ -145,7 +145,7 @@ def predicted(folder, exported):
 def test_run_and_export_are_measured_the_same(folder, trained, measured):
     run, export = measured
     assert run["metrics"] == pytest.approx(export["metrics"], rel=1e-6)
-    assert run["metrics"] == pytest.approx(trained["evaluation"], rel=1e-6)
+    assert run["metrics"] == pytest.approx(trained["best"]["evaluation"], rel=1e-6)
     assert [each["label"] for each in run["classes"]] == list(LABELS)
     assert sum(map(sum, run["confusion_matrix"])) == sum(each["support"] for each in run["classes"])
     worst, rows = run["worst"], read(folder / "test.jsonl")

@@ -239,6 +239,7 @@ def test_the_longest_samples_are_what_a_trial_begins_with(lone, tune, tmp_path):
 # ---------------------------------------------------------------------------------------------- learning rate
 
 
+@pytest.mark.core
 def test_a_sweep_finds_a_rate_and_draws_it(tune, tmp_path):
     """The digits learn with rates from 1e-3 to 1.5e-2; the linear rule stands between optim.lr and what is used."""
     settings = ["optim.base_batch=32", "run.name=mine", "--out", "curve.svg"]

@@ -41,6 +41,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("task", "train", "layouts"),
     [("images", {}, LAYOUTS), ("images", SCALED, FEW), ("texts", RECOMPUTED, FEW), *EVERY],

@@ -26,6 +26,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_digest_and_the_same_lines_on_any_number_of_processes(ranks, tmp_path, variant):
     config = VARIANTS[variant]
@@ -55,6 +56,7 @@ def uninterrupted(ranks, tmp_path_factory):
     return ranks(2, run_on_rank, config_in(folder, "whole", **EXTRA))[0], lines(folder, "whole")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stop_after", [1, 8, *further(4, 7, 11)])
 def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, uninterrupted, stop_after):
     whole, logged = uninterrupted
@@ -111,6 +113,7 @@ def test_never_resume_keeps_what_is_there(ranks, tmp_path):
     assert sorted((tmp_path / "a" / "checkpoints").iterdir()) == before
 
 
+@pytest.mark.core
 def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
     whole = ranks(2, run_on_rank, config_in(tmp_path, "a"))[0]
     newest = sorted((tmp_path / "a" / "checkpoints").iterdir())[-1]
