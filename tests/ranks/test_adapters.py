@@ -53,6 +53,7 @@ def folder(tmp_path_factory):
         run(folder, "train", "c.yaml", f"run.name={name}", *settings)
     run(folder, "export", "runs/one", "--to", "merged")
     run(folder, "export", "runs/one", "--to", "adapter", "export.kind=adapter")
+    run(folder, "export", "runs/one", "--to", "runs/one/adapter", "export.kind=adapter")
     return folder
 
 
@@ -155,8 +156,11 @@ def test_a_resume_and_a_warm_start(folder):
     assert (
         "not in it, so they start as without it: network.model.layers.0.self_attn.q_proj.lora_A.default.weight" in said
     )
-    said = run(folder, "train", "c.yaml", "run.name=exported", "model.init=adapter", "train.steps=1")
+    said = run(folder, "train", "c.yaml", "run.name=exported", "model.init=runs/one/adapter", "train.steps=1")
     assert re.search(r"model.init: (\d+) of the model's \d+ weights", said)[1] == "8", said
+    assert "start as without it" not in said and f"it is an adapter of {folder / 'llama'}" in " ".join(said.split())
+    said = run(folder, "train", "c.yaml", "run.name=bare", "model.init=adapter", "model.adapter=null", code=2)
+    assert "set model.adapter as it was for this adapter" in " ".join(said.split())
     digests = {summary(folder, name)["digest"] for name in ("next", "exported")}
     assert len(digests) == 1
     said = run(folder, "train", "c.yaml", "run.name=alone", "model.name=adapter", code=2)

@@ -242,6 +242,12 @@ def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
     turns. Raises DataError."""
     whole = render(len(messages))
     if pieces := _pieces(messages, whole, render):
+        said = [each for each in messages[1:] if each["role"] == ASSISTANT and is_learned(each) and each.get("content")]
+        if said and not any(text for text, is_answer in pieces if is_answer):
+            raise DataError(
+                "the chat template leaves out what the assistant says: correct it, or set data.tokenizer=bpe, which "
+                "uses a plain template"
+            )
         return [pieces]
     learned = [number for number, each in enumerate(messages) if number and is_learned(each)]
     return [

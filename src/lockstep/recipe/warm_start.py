@@ -22,6 +22,7 @@ from lockstep.core.numerics.digest import digest
 from lockstep.recipe.run_paths import is_run, run_of
 from lockstep.recipe.splits import CLASSES
 
+ADAPTER = "adapter_config.json"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 OF_ADAPTERS = re.compile(r"\.(base_layer|(modules_to_save\.)?default)\.")
 """Parts of names that peft puts into a model with an adapter, some of which its files lack."""
@@ -45,19 +46,23 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
     """
     found, own = _read(path), model.state_dict()
+    is_adapter = any(".lora_" in name for name in found) and (here(path) / ADAPTER).is_file()
     found = dict(model.renamed(found)) if isinstance(model, Model) else found
     by_name = _match_names(found, own)
     fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}
     if not fitting:
         raise ConfigError(
             f"model.init={path}: none of its {len(found)} weights fits the model: it has {_listing(found)}, "
-            f"the model {_listing(own)}"
+            f"the model {_listing(own)}" + "; set model.adapter as it was for this adapter" * is_adapter
         )
     with torch.no_grad():
         for name, value in fitting.items():
             own[name].copy_(value)
     filled = {own[name].data_ptr() for name in fitting}
     missing = [name for name in own if own[name].data_ptr() not in filled and name not in by_name]
+    if is_adapter:  # its model stays as it is
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        missing = [name for name in missing if name in trained]
     unexpected = sorted(found.keys() - set(by_name.values()))
     misshapen = [
         f"{name} ({_size(own[name])} here, {_size(found[key])} there)"
@@ -71,6 +76,9 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
         ("in it, but not in the model", unexpected),
     ):
         notes += [f"model.init: {what}: {_listing(names)}"] if names else []
+    if is_adapter:
+        base = storage.read_json(here(path) / ADAPTER).get("base_model_name_or_path")
+        notes.append(f"model.init: it is an adapter of {base}; with another model it has no meaning")
     before = _classes_at(path) or []
     if len(before) == len(classes) and before != [*classes]:  # a head of another size is not taken over
         notes.append(
@@ -84,12 +92,17 @@ def _classes_at(path: Path) -> list[str] | None:
     """Return the classes of the run or export at a path, where it names them."""
     path = here(path)
     with suppress(OSError, ValueError, AttributeError):  # a folder that Lockstep has not written
-        if is_run(path) and not path.is_file():
+        if _is_of_a_run(path):
             found = layout.read_manifest(run_of(path)[1]).numeric.get(CLASSES)
         else:
             found = storage.read_json(path / "lockstep.json").get("labels")
         return [*map(str, found)] if isinstance(found, list) else None
     return None
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Return whether a path is a run's folder or one of its checkpoints; an export may lie in a run's folder, too."""
+    return is_run(path) and not path.is_file() and not (path / "lockstep.json").is_file()
 
 
 def _size(tensor: Tensor) -> str:
@@ -125,7 +138,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     """Read weights and buffers at a path by name, moving averages where there are any. Raises ConfigError."""
     path = here(path)
     try:
-        if is_run(path) and not path.is_file():
+        if _is_of_a_run(path):
             return _of_checkpoint(run_of(path)[1])
         storage.check_files(path)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or _pickled_in(path)
