@@ -57,6 +57,14 @@ def test_what_is_cut_is_counted(trained):
     assert f"the last {left} of {ends[-1]:,} tokens of the test split" in output
 
 
+def test_a_tokenizer_without_a_template_is_named(trained, minilm):
+    folder, output = trained
+    said = "the tokenizer has no chat template: a plain one is used, in training, in use and in exports"
+    assert said not in output  # that of gpt's bytes is the plain one
+    done = lockstep(folder, "train", "c.yaml", f"data.tokenizer={minilm}", "run.name=plain")
+    assert done.returncode == 0 and said in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_columns_of_chats_go_out_as_they_came_in(trained, suffix):
     folder, _ = trained

@@ -121,7 +121,7 @@ def _problem(stored: StoredTensor, sizes: Mapping[str, int]) -> str | None:
         if math.prod(chunk.shape) * DTYPES[stored.dtype] > chunk.length:  # they are stored uncompressed
             return f"has a chunk of {math.prod(chunk.shape):,} elements in {chunk.length:,} bytes"
     if sum(math.prod(chunk.shape) for chunk in stored.chunks) != math.prod(stored.shape):
-        return "is not the whole of its chunks"
+        return "has chunks that are not the whole of it"
     return None
 
 

@@ -237,7 +237,7 @@ def start_notes(parts: Components, world: World) -> list[str]:
     notes += (
         _head_note(parts)
         + _prediction_note(parts)
-        + _date_note(parts)
+        + _template_notes(parts)
         + parts.model._lockstep_notes
         + (parts.warm_start.notes if parts.warm_start else ())
     )
@@ -281,9 +281,14 @@ def _prediction_note(parts: Components) -> tuple[str, ...]:
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 
 
-def _date_note(parts: Components) -> tuple[str, ...]:
-    """Note the date that a chat template writes, if it writes one."""
-    if not isinstance(tokenizer := parts.data.tokenizer, ChatTokenizer) or tokenizer.day is None:
+def _template_notes(parts: Components) -> tuple[str, ...]:
+    """Note that a tokenizer has no chat template, or the date that the template writes, if it writes one."""
+    if not isinstance(tokenizer := parts.data.tokenizer, ChatTokenizer):
+        return ()
+    origin = getattr(tokenizer.inner, "origin", None)
+    if origin is not None and not getattr(origin, "chat_template", None):
+        return ("the tokenizer has no chat template: a plain one is used, in training, in use and in exports",)
+    if tokenizer.day is None:
         return ()
     return (f"the chat template writes the date: chats are learned with data.date={tokenizer.day}, on any day",)
 

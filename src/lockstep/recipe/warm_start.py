@@ -46,7 +46,7 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
     """
     found, own = _read(path), model.state_dict()
-    is_adapter = any(".lora_" in name for name in found) and (here(path) / ADAPTER).is_file()
+    is_adapter = (here(path) / ADAPTER).is_file()
     found = dict(model.renamed(found)) if isinstance(model, Model) else found
     by_name = _match_names(found, own)
     fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}

@@ -1,4 +1,4 @@
-"""What a report shows of a run's folder: settings, curves, history, summary, evaluation."""
+"""The parts of a run's folder that a report shows: settings, curves, history, summary, evaluation."""
 
 import math
 from dataclasses import dataclass
