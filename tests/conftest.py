@@ -232,6 +232,13 @@ def forgotten_user_code():
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_permissions():
+    """What a file of tests has allowed this process to execute, and to have others execute, ends with it."""
+    yield
+    trust._state.__init__()
+
+
 @pytest.fixture(autouse=True)
 def kept_denormals():
     """Undo the flushing of denormals by a test whose code trains in this process: Hypothesis draws such numbers."""
