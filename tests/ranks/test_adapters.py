@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -159,6 +160,10 @@ def test_a_resume_and_a_warm_start(folder):
     said = run(folder, "train", "c.yaml", "run.name=exported", "model.init=runs/one/adapter", "train.steps=1")
     assert re.search(r"model.init: (\d+) of the model's \d+ weights", said)[1] == "8", said
     assert "start as without it" not in said and f"it is an adapter of {folder / 'llama'}" in " ".join(said.split())
+    shutil.copytree(folder / "adapter", folder / "damaged")
+    (folder / "damaged" / "adapter_config.json").write_text("[1")
+    said = run(folder, "train", "c.yaml", "run.name=damaged", "model.init=damaged", "train.steps=1")
+    assert "it is an adapter of an unknown model" in " ".join(said.split())
     said = run(folder, "train", "c.yaml", "run.name=bare", "model.init=adapter", "model.adapter=null", code=2)
     assert "set model.adapter as it was for this adapter" in " ".join(said.split())
     digests = {summary(folder, name)["digest"] for name in ("next", "exported")}

@@ -77,7 +77,9 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     ):
         notes += [f"model.init: {what}: {_listing(names)}"] if names else []
     if is_adapter:
-        base = storage.read_json(here(path) / ADAPTER).get("base_model_name_or_path")
+        base = "an unknown model"
+        with suppress(OSError, ValueError, AttributeError):  # a damaged file
+            base = storage.read_json(here(path) / ADAPTER).get("base_model_name_or_path")
         notes.append(f"model.init: it is an adapter of {base}; with another model it has no meaning")
     before = _classes_at(path) or []
     if len(before) == len(classes) and before != [*classes]:  # a head of another size is not taken over
