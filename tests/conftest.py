@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(items, config):
     """Begin with the files that wait, and go on with the slowest, so that none of them is left for the end."""
     seconds = json.loads(DURATIONS.read_text())
     if config.option.quick:
-        is_quick = {item: item.name not in seconds.get(file_of(item.nodeid), ()) for item in items}
-        kept = [item for item in items if is_quick[item] or item.get_closest_marker("core")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        is_slow = {item: item.name in seconds.get(file_of(item.nodeid), ()) for item in items}
+        left_out = {item for item in items if is_slow[item] and not item.get_closest_marker("core")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         total = {file: sum(each.values()) for file, each in seconds.items()}
         items.sort(key=lambda item: (not waits(item.nodeid), -total.get(file_of(item.nodeid), 0)))

@@ -8,7 +8,7 @@ A target is a few lines: a strategy for its inputs, and a function that reads on
         export_reader.read(folder)
 
 It runs in a process of its own (`fuzzing.py`): what crashes natively, hangs, eats memory or executes code in the input
-fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS; `pytest tests/test_fuzz_readers.py -k NAME -s` says how
+fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS; `pytest FILE -k NAME -s` says how
 many inputs that were. What is in `corpus/TARGET/` is tried first: inputs that have once failed, as hypothesis stores them
 in `.hypothesis/readers/TARGET/`, to be copied from there and committed with the fix.
 """

@@ -1,6 +1,6 @@
 """What a cluster is told: manifests as they were approved, read by two strict readers.
 
-After a change that is meant, `LOCKSTEP_GOLDEN=write pytest tests/test_kubernetes.py` writes the approved manifests anew.
+After a change that is meant, `LOCKSTEP_GOLDEN=write pytest tests/unit/launch/test_kubernetes.py` writes the approved manifests anew.
 """
 
 import copy
