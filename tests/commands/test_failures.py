@@ -7,7 +7,7 @@ import time
 
 import pytest
 from running import family, left_of, lockstep, started, summary, wait_for_steps, workers
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.launch.elastic.failure import failure_of, oom_kills
@@ -141,7 +141,7 @@ def test_a_rank_that_has_failed_by_itself_is_the_cause_also_where_it_was_ended_m
         0: ProcessFailure(0, 11, PeerLost.exit_code, str(tmp_path / "none")),
         1: ProcessFailure(1, 12, -signal.SIGTERM, str(error)),
     }
-    found = failure_of(ChildFailedError("lockstep", failures), tmp_path, oom_kills())
+    found = failure_of(failures, tmp_path, oom_kills())
     assert (found.exit_code, found.was_killed) == (1, False)
     assert "rank 1 (process 12) failed with an exception (exit code 1)" in found.text
 

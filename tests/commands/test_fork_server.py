@@ -128,26 +128,25 @@ def test_a_signal_to_all_processes_is_left_to_the_workers(config, number):
 
 
 LEAVES = """
-import os, signal, sys, time
+import os, sys, time
 import psutil
-from lockstep.launch.elastic.fork_server import ForkedHandler, ForkServer
+from lockstep.launch.elastic.fork_server import ForkServer, WorkerStart
 
 sys.path.insert(0, os.getcwd())
 server = ForkServer(["leaves"])
-with server.starts_workers():
-    environment = {"RANK": "0", "PYTHONPATH": os.getcwd()}
-    options = {"entrypoint": sys.executable, "args": ("-m", "leaves"), "env": environment, "local_rank_id": 0}
-    handler = ForkedHandler(server, stdout=None, stderr=None, numa_options=None, **options)
-    while psutil.pid_exists(handler.proc.pid):
-        time.sleep(0.01)
-    handler.close(signal.SIGTERM)
-    print("exit code", handler.proc.poll())
+assert server.is_ready()
+environment = {**os.environ, "RANK": "0"}
+worker = server.fork(WorkerStart(module="leaves", arguments=(), environment=environment, outputs={}, began=time.time()))
+while psutil.pid_exists(worker.pid):
+    time.sleep(0.01)
+worker.terminate()
+print("exit code", worker.poll())
 server.close()
 """
 
 
 def test_a_worker_that_has_just_exited_can_still_be_ended(tmp_path):
-    """The agent ends the others when one fails, and may not yet know of a second one that has gone as well."""
+    """The launcher ends the others when one fails, and may not yet know of a second one that has gone as well."""
     (tmp_path / "leaves.py").write_text("def run(arguments):\n    raise SystemExit(3)\n")
     (tmp_path / "launcher.py").write_text(LEAVES)
     done = subprocess.run([sys.executable, "launcher.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)

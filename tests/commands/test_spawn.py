@@ -1,4 +1,4 @@
-"""Processes through torch.multiprocessing: from the command line, a script, a session without a file."""
+"""Processes that are not started again: from the command line, a script, a session without a file."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def python(folder, text, *, stdin, **variables):
 def ranks(process):
     """The spawned processes, in order."""
     children = psutil.Process(process.pid).children()
-    return sorted((p for p in children if "spawn_main" in str(p.cmdline())), key=lambda p: (p.create_time(), p.pid))
+    return sorted((p for p in children if "lockstep.run.worker" in p.cmdline()), key=lambda p: (p.create_time(), p.pid))
 
 
 def blocks(pid, number):

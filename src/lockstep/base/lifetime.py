@@ -59,6 +59,11 @@ def launch_time() -> float:
     return first or time.time()
 
 
+def worker_options() -> tuple[str, ...]:
+    """Return the options that tell a worker when its run was launched, and by which process: this one."""
+    return "--began", f"{launch_time():.3f}", LAUNCHER, str(os.getpid())
+
+
 def age_seconds() -> float:
     """Return the seconds since the start of this process, imports included."""
     return time.time() - (began or psutil.Process().create_time())

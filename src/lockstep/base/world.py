@@ -21,7 +21,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     has_agent: bool = False
-    """Whether PyTorch's elastic agent started this process."""
+    """Whether a launcher, ours or torchrun's agent, started this process."""
     shares_gpus: bool = False
     """Whether there may be more processes than GPUs on this node."""
 

@@ -7,7 +7,8 @@ from typing import TextIO
 from lockstep.base.errors import HangDetected, Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, UserError
 from lockstep.launch import launch_run
 from lockstep.launch.elastic.failure import TAIL_LINES, Failure
-from lockstep.launch.launchers._spawn import OutputPipe, Spawn
+from lockstep.launch.elastic.output_pipe import OutputPipe
+from lockstep.launch.launchers._spawn import Spawn
 from lockstep.recipe.recipe import Recipe
 
 ERRORS: dict[int, type[LockstepError]] = {

@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
 
 
 def record(error: BaseException) -> None:
-    """Record an error for the agent, which reports the first failure; do nothing on a full disk."""
+    """Record an error for the launcher, which reports the first failure; do nothing on a full disk."""
     with suppress(OSError):
         get_error_handler().record_exception(error)
 
@@ -163,7 +163,7 @@ def report_lost_peer(world: World, error: BaseException) -> int:
             f"rank {world.rank} waited for another process longer than launch.collective_timeout_seconds, and gave up; "
             "if that was only slow, raise the setting\n"
         )
-    elif not (world.is_main and world.has_agent):  # the agent, on the same terminal, reports which process
+    elif not (world.is_main and world.has_agent):  # the launcher, on the same terminal, reports which process
         sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")
     return PeerLost.exit_code
 
@@ -173,7 +173,7 @@ def leave(code: int) -> NoReturn:
 
     A hanging save has a thread in native code, which would abort an interpreter that shuts down.
     """
-    if code:  # the agent's SIGTERM would replace the exit code
+    if code:  # the launcher's SIGTERM would replace the exit code
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     is_saving = any(thread.name == THREAD for thread in threading.enumerate())
     if left := leftover_processes.end_leftovers(0.0 if code or is_saving else leftover_processes.PATIENCE_SECONDS):

@@ -3,7 +3,6 @@
 m = samples of the micro-batch.
 """
 
-import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.modules.module_trace import fingerprint
+from lockstep.core.numerics.seeds import generators
 from lockstep.training.findings import Finding, mixing_loss
 
 LossIs = Literal["sample_wise", "batch_wise"]
@@ -74,5 +74,4 @@ def _compare(values: list[tuple[float, float]], size: int) -> list[Finding]:
 
 def generator_states() -> str:
     """Return a digest that changes with each number drawn from torch's, NumPy's or Python's default generators."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])
+    return fingerprint(generators())

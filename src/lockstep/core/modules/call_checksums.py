@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.modules.dtensors import local_tensor
+from lockstep.core.modules.module_trace import call_hooks
 from lockstep.core.numerics.checksum import checksum, tensors_of
 
 LOSS = "the loss"
@@ -38,9 +38,7 @@ class CallChecksums:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "CallChecksums":
-        for name, module in self.model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(partial(self._leave, name), prepend=True))  # before FSDP's
+        self._hooks = call_hooks(self.model, self._enter, self._leave)
         for mode in self._modes:
             mode.__enter__()
         return self

@@ -71,6 +71,16 @@ def origin(module: nn.Module) -> str:
         return f"{kind.__module__}.{kind.__name__}"
 
 
+def call_hooks(model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[Any]:
+    """Have `enter(name, module, args, kwargs)` and `leave(name, module, inputs, outputs)` called around each call of a
+    module, before FSDP's own hooks see the outputs -> the hooks' handles."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, name), prepend=True))
+    return handles
+
+
 class Trace:
     """Writes a line for every micro-batch, every call of a module in it, and every parameter's gradient from it.
 
@@ -85,9 +95,7 @@ class Trace:
         self.inputs: list[str] = []
         write({"kind": "modules", "modules": descriptions(model)})
         self.handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
-        for name, module in model.named_modules():
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(partial(self._leave, name)))
+        self.handles += call_hooks(model, self._enter, self._leave)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self.handles.append(parameter.register_hook(partial(self._gradient, name)))
@@ -115,7 +123,7 @@ class Trace:
         columns = {name: fingerprint(column) for name, column in current.batch.items()}
         self._write(kind="batch", samples=list(current.indices), columns=columns)
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, _: str, __: nn.Module, args: Any, kwargs: Any) -> None:
         self.inputs.append(fingerprint([args, kwargs]) if self.position else "")
 
     def _leave(self, name: str, _: nn.Module, __: Any, outputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,6 @@ from lockstep.inference.predict.chunk_worker import (
     open_table,
     run_worker,
 )
-from lockstep.launch.launchers._spawn import script_unread
 
 PRELOADED = ["lockstep.base.orphaned_start", "lockstep.inference.predict.chunk_worker"]
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
@@ -90,7 +90,7 @@ class WorkerPool:
             task = replace(task, device=torch.device("cuda", len(self.workers) % torch.cuda.device_count()))
         process = self.context.Process(target=run_worker, args=(task, theirs), daemon=True)
         try:
-            with script_unread():
+            with _script_unread():
                 ctrl_c.start(process, self.context)
         except OSError as error:
             raise LaunchError(f"cannot start a process that predicts: {error.strerror}") from None
@@ -206,3 +206,17 @@ class CommandProcess(WorkerPool):
             yield
         except Exception as error:
             raise explanation(error, self.task) from error.__cause__
+
+
+@contextmanager
+def _script_unread() -> Iterator[None]:
+    """Keep multiprocessing from importing `__main__` in processes that are started meanwhile: they do not need it, and
+    it may lack an `if __name__` guard, take long, or be no file ("<stdin>")."""
+    names = vars(sys.modules["__main__"])
+    before: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+    names |= {"__file__": None, "__spec__": None}
+    try:
+        yield
+    finally:
+        del names["__file__"], names["__spec__"]
+        names |= before

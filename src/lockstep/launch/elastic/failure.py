@@ -2,11 +2,12 @@
 
 import json
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.base import storage, user_code
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
@@ -29,7 +30,7 @@ SIGNALS = {
     "SIGFPE": "crashed in native code (SIGFPE)",
 }
 TERMINATED = (-signal.SIGTERM, -signal.SIGINT)
-"""Exit codes of workers that the agent terminated after another one had failed."""
+"""Exit codes of workers that the launcher terminated after another one had failed."""
 SIGKILL = 9
 """Number of the signal, for which Windows has no name."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
@@ -63,11 +64,11 @@ class Failure:
         return self.code if self.code > 0 else 128 - self.code
 
 
-def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
-    """Return the root cause among the failed workers. One that was killed comes before those that lost their connection
-    to it; of those that raised, the one that recorded its exception first."""
+def failure_of(failures: Mapping[int, ProcessFailure], logs: Path, oom_kills_before: int) -> Failure:
+    """Return the root cause among the failed workers, by rank. One that was killed comes before those that lost their
+    connection to it; of those that raised, the one that recorded its exception first."""
     rank, first = min(
-        error.failures.items(),
+        failures.items(),
         key=lambda item: (_priority(item[1]), not Path(item[1].error_file).is_file(), _time(item[1])),
     )
     has_error_file = Path(first.error_file).is_file()
@@ -106,7 +107,7 @@ def node_failure(text: str) -> Failure:
 
 
 def _time(failure: ProcessFailure) -> float:
-    """Return when it failed: the agent's timestamps are whole seconds, modification times are not."""
+    """Return when it failed: recorded timestamps are whole seconds, modification times are not."""
     with suppress(OSError):
         return Path(failure.error_file).stat().st_mtime
     return failure.timestamp

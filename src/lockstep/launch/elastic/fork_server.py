@@ -1,7 +1,7 @@
 """Starts workers by forking a process that has imported what they need: once, not once per worker and restart.
 
-The elastic agent would start each worker as a new interpreter, which imports torch again. Workers of the fork server
-begin with their first own work, and share the memory of all imported code.
+A worker that is started as a new interpreter imports torch again. Workers of the fork server begin with their first own
+work, and share the memory of all imported code.
 """
 
 import atexit
@@ -25,8 +25,6 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from lockstep.base import ctrl_c, lifetime
 from lockstep.base.errors import Interrupted
@@ -119,20 +117,6 @@ class ForkServer:
             _serve(theirs, own, modules)
         theirs.close()
 
-    @contextmanager
-    def starts_workers(self) -> Iterator[None]:
-        """Have PyTorch's agent fork its workers here, by replacing the function that makes its process handlers."""
-        if not self.is_ready():
-            yield
-            return
-        original = api.get_subprocess_handler
-        api.get_subprocess_handler = lambda **options: ForkedHandler(self, **options)
-        try:
-            yield
-        finally:
-            api.get_subprocess_handler = original
-            self.began = None
-
     def is_ready(self) -> bool:
         """Wait until it has imported everything; meanwhile signals are handled as always. False if it was killed."""
         while self.is_importing and self.is_alive:
@@ -190,7 +174,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """The part of subprocess.Popen's interface that the agent uses."""
+    """A worker that was forked, with the methods of subprocess.Popen that are used."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.server, self.pid = server, pid
@@ -217,31 +201,6 @@ class ForkedProcess:
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-
-class ForkedHandler(SubprocessHandler):
-    """The agent's handler of a forked worker."""
-
-    def __init__(self, server: ForkServer, **options: Any) -> None:
-        self.server = server
-        super().__init__(**options)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        module = args.index("-m") + 1
-        files = {1: self._stdout, 2: self._stderr}
-        start = WorkerStart(
-            module=args[module],
-            arguments=args[module + 1 :],
-            environment=env,
-            outputs={descriptor: file.name for descriptor, file in files.items() if file},
-            began=self.server.began or time.time(),
-        )
-        return self.server.fork(start)
-
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the worker, which may just have exited: the agent learns of it later than the server."""
-        with suppress(ProcessLookupError):
-            super().close(death_sig)
 
 
 # ---- in the server

@@ -1,7 +1,6 @@
 """A node of a run: it joins, runs a worker group in each round, and leaves."""
 
 import dataclasses
-import logging
 import os
 import signal
 import sys
@@ -15,19 +14,26 @@ from pathlib import Path
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base import lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError, LockstepError, PeerLost
 from lockstep.launch.elastic import leader_failover
-from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled
 from lockstep.launch.elastic.leader import Leader
 from lockstep.launch.elastic.live_round import LiveRound
-from lockstep.launch.elastic.live_workers import LiveWorkers, MachinePlace
+from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership, RoundState
+from lockstep.launch.elastic.worker_processes import MachinePlace, WorkerGroupStart, WorkerProcesses
+from lockstep.launch.elastic.worker_round import (
+    Round,
+    RoundEnded,
+    SignalReceived,
+    kill_children,
+    signals_raised,
+    stopped_limit,
+)
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.protocol import run_secret
 from lockstep.protocol.rendezvous import Endpoint, interface_to
@@ -95,11 +101,10 @@ class Node:
         """`replace`: with live recovery, how another machine is started in the place of a lost one, if it can be."""
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.fork_server = fork_server
-        own = ("--began", f"{lifetime.launch_time():.3f}", "--launcher", str(os.getpid()))
         self.is_live = self.section.recovers_live and TASK not in plan.argv
         live = (TASK, "train_live") if self.is_live else ()
         self.replacements = Replacements(membership, replace) if replace is not None and self.is_live else None
-        self.plan = dataclasses.replace(plan, argv=(*plan.argv, *own, *live))
+        self.plan = dataclasses.replace(plan, argv=(*plan.argv, *lifetime.worker_options(), *live))
 
     def run(self) -> int:
         """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
@@ -107,9 +112,6 @@ class Node:
         Raises Interrupted after a signal, once every process has ended; LaunchError if the nodes do not find each
         other, PeerLost if too few are left.
         """
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.update({**self.plan.environment, run_secret.VARIABLE: str(self.logs.parent.absolute())})
         self.logs.mkdir(parents=True, exist_ok=True)
         self.membership.publish(processes=self.plan.processes)
@@ -117,13 +119,13 @@ class Node:
         with signals_raised():
             try:
                 return self._lead(None) if self.membership.is_leader else self._follow()
-            except SignalException as error:
-                kill_children(other_children)  # those left by a second signal, which stops the agent at once
+            except SignalReceived as error:
+                kill_children(other_children)  # those left by a second signal, which ends the round at once
                 if self.membership.can_withdraw:
-                    return self._withdraw(error.sigval)
+                    return self._withdraw(error.number)
                 leave_seconds = self.section.grace_seconds
-                self._announce(Interrupted(f"{self.membership.name} was ended by {error.sigval.name}"))
-                raise Interrupted(f"ended by {error.sigval.name}") from None
+                self._announce(Interrupted(f"{self.membership.name} was ended by {error.number.name}"))
+                raise Interrupted(f"ended by {error.number.name}") from None
             except LockstepError as error:
                 self._announce(error)
                 raise
@@ -175,18 +177,18 @@ class Node:
             fork_server=self.fork_server,
         )
         try:
-            if self.is_live:
-                workers = LiveWorkers(start, self._place(state), self.section)
-                return LiveRound(workers, self.membership, self.plan.state_copies).run(
-                    lambda: self._round_end(state.number)
-                )
-            return run_round(start, self.membership, lambda: self._round_end(state.number))
+            return self._round(start, self._place(state)).run(lambda: self._round_end(state.number))
         except RoundEnded as end:
             if self.membership.disconnected():
                 raise PeerLost(str(end)) from None
             return None
         except (DistError, ServerKilled) as error:  # before all workers were started
             return node_failure(f"{self.membership.name}: {str(error).splitlines()[0]}")
+
+    def _round(self, start: WorkerGroupStart, place: MachinePlace) -> Round:
+        if self.is_live:
+            return LiveRound(LiveWorkers(start, place, self.section), self.membership, self.plan.state_copies)
+        return Round(WorkerProcesses(start, place, stopped_limit(self.section, place.world_size)))
 
     def _place(self, state: RoundState) -> MachinePlace:
         membership, sizes = self.membership, state.plan["sizes"]
@@ -196,6 +198,8 @@ class Node:
             machine=membership.index,
             round=state.number,
             first_rank=0 if joins else sum(sizes[:place]),
+            number=place,
+            machines=len(state.members),
             world_size=sum(sizes),
             host=membership.endpoint.host,
             port=state.plan["port"],
@@ -249,7 +253,7 @@ class Node:
         """Keep the leader's store open meanwhile."""
         membership = self.membership
         if membership.is_leader and not membership.is_alone:
-            with suppress(SignalException):  # one more signal: wait no longer
+            with suppress(SignalReceived):  # one more signal: wait no longer
                 membership.wait(lambda: membership.present() == [], seconds=seconds)
 
 

@@ -1,4 +1,4 @@
-"""The local launcher: processes of this machine, through PyTorch's elastic agent."""
+"""The local launcher: processes of this machine, which are started again after a loss."""
 
 import platform
 from pathlib import Path

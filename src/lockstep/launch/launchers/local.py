@@ -1,4 +1,4 @@
-"""Processes on this machine, or on several that are started by hand, through PyTorch's elastic agent."""
+"""Processes on this machine, or on several that are started by hand."""
 
 from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.launch.launchers._own_process import Note as Note

@@ -1,4 +1,4 @@
-"""Processes of this machine through torch.multiprocessing, without restarts: from a terminal, script or notebook."""
+"""Processes of this machine, without restarts: from a terminal, a script or a notebook."""
 
 from pydantic import Field, field_validator
 
@@ -7,7 +7,7 @@ from lockstep.launch.launchers._own_process import Note as Note
 
 
 class Config(LaunchSection):
-    """Processes on this machine through torch.multiprocessing, without restarts; what lockstep.train() uses."""
+    """Processes on this machine, without restarts: what lockstep.train() uses."""
 
     max_restarts: int = Field(0, ge=0)
     """Always 0: the caller handles failures; launch.kind=local restarts."""

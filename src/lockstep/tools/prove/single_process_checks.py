@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.base import plugins
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.modules.module_trace import Line, Trace, descriptions, fingerprint
+from lockstep.core.modules.module_trace import Line, Trace, call_hooks, descriptions, fingerprint
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
@@ -260,10 +260,7 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 def forward(model: Model, batch: Batch, *, enter: Callable[..., None], leave: Callable[..., None]) -> Tensor:
     """Run a forward pass without gradients -> outputs. Around each module's call, `enter(name, module, args, kwargs)`
     and `leave(name, module, inputs, outputs)` are called."""
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(leave, name)))
+    handles = call_hooks(model, enter, leave)
     try:
         with torch.no_grad():
             return model(batch)

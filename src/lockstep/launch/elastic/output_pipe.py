@@ -2,30 +2,22 @@
 
 import codecs
 import os
-import sys
 from contextlib import suppress
-from multiprocessing import reduction
-from typing import Any, TextIO
+from multiprocessing.connection import wait
+from typing import TextIO
 
 TAIL_CHARACTERS = 20_000
 CHUNK_BYTES = 1 << 16
 
 
 class OutputPipe:
-    """Copies a worker's output to `stream`; pickled into a worker that is being started, it is the write end."""
+    """Copies what a worker writes to `writer`, a file descriptor, to `stream`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.tail = stream, ""
         self.reader, self.writer = os.pipe()
         self.is_open = True
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __getstate__(self) -> dict[str, Any]:
-        assert sys.platform != "win32", "needs processes that inherit file descriptors"
-        return {"writer": reduction.DupFd(self.writer)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.writer = state["writer"].detach()
 
     def copy_chunk(self) -> bool:
         """Copy what can be read to the stream -> whether there was anything."""
@@ -43,6 +35,9 @@ class OutputPipe:
         os.close(self.writer)
 
     def close(self) -> None:
+        """Copy what is left, and close the read end."""
+        while self.is_open and wait([self.reader], 0.0):
+            self.copy_chunk()
         self.is_open = False
         with suppress(OSError):
             os.close(self.reader)
