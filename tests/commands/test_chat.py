@@ -293,7 +293,7 @@ def test_what_is_not_to_be_learned_and_functions(folder, tmp_path):
     assert said(plain, plain(texts)[0])[0] == "you are welcome"
     assert "one or two?" in Contents(source).__getitems__([0])["text"][0]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": left_out[:4]}))
-    with pytest.raises(DataError, match="nothing is learned of it"):
+    with pytest.raises(DataError, match="each answer is left out by 'train' or 'weight', so nothing is learned of it"):
         _chat.build(config, "train")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHATS[0], "tools": "weather"}))
     with pytest.raises(DataError, match="line 1 .*'tools' is no list of the schemas of functions"):

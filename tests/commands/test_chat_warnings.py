@@ -9,6 +9,10 @@ from exporting import text_case
 from running import lockstep
 from transformers import AutoTokenizer
 
+from lockstep.base.errors import DataError
+from lockstep.data.chat import is_learned
+from lockstep.data.chat_forms import messages_of
+
 QUESTION = {"role": "user", "content": "one or two?"}
 SILENT, ROBOT = {"role": "assistant", "content": ""}, {"role": "robot", "content": "beep"}
 
@@ -19,6 +23,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
     rows = [CHATS[n % 3] for n in range(30)]
     rows[4], rows[5], rows[9] = [ASK, ROBOT, *CHATS[0][1:]], [ASK, ROBOT, *CHATS[0][1:]], [QUESTION, SILENT]
+    rows[12] = [ASK | {"train": True}, *CHATS[0][1:]]
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     config = {
         "data": {"kind": "chat", "train": "chats.jsonl", "test": "chats.jsonl", "context": 64},
@@ -38,6 +43,23 @@ def test_unusual_chats_are_named(trained):
     _, output = trained
     assert "line 5 of chats.jsonl and 1 more: the role 'robot', where usual ones are system, developer, user" in output
     assert "line 10 of chats.jsonl: an empty answer, which is learned" in output
+    assert "line 13 of chats.jsonl: 'train' in a message of the role 'user': only what the assistant says is" in output
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_it"),
+    [("train", value, value in (True, 1, "true")) for value in (True, False, 0, 1, "true", "False")]
+    + [("weight", value, value in (1, 1.0, "1")) for value in (0, 0.0, "0", "0.0", 1, 1.0, "1")],
+)
+def test_keys_that_leave_an_answer_out_in_all_their_forms(key, value, is_it):
+    _, answer = messages_of([QUESTION, {"role": "assistant", "content": "one", key: value}])
+    assert is_learned(answer) is is_it
+
+
+@pytest.mark.parametrize(("key", "value", "written"), [("train", "maybe", "true or false"), ("weight", 0.5, "1 or 0")])
+def test_other_values_of_these_keys_are_refused(key, value, written):
+    with pytest.raises(DataError, match=f"^message 2: '{key}' is {value!r}: write {written}$"):
+        messages_of([QUESTION, {"role": "assistant", "content": "one", key: value}])
 
 
 def test_what_is_cut_is_counted(trained):

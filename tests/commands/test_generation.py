@@ -12,9 +12,11 @@ from running import lockstep, summary
 from served import serving
 
 from lockstep.base.contracts import DataSpec
+from lockstep.data.text_tokenizers import Bytes
 from lockstep.inference import trained_model
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation import decoding
-from lockstep.inference.generation.generator import Completion, GeneratedBatch
+from lockstep.inference.generation.generator import Completion, GeneratedBatch, Generator
 from lockstep.inference.generation.sampling import Sampling, next_token
 
 PROMPTS = ["The lambda ", "Sequence types", "A", "caf\u00e9 ", ""]
@@ -350,3 +352,7 @@ def test_models_of_transformers_with_their_own_caches(kind):
                     made.keep([0, 2])
         found.append(tokens)
     assert found[0] == found[1]
+    facts = ExportFacts.model_construct(ends=())
+    answers = Generator(facts=facts, forward=model, tokenizer=Bytes(), device=torch.device("cpu"), context=16)
+    (made,) = answers.complete(["abcdef"], Sampling(max_tokens=80, temperature=0))
+    assert (made.finish, len(made.prompt) + len(made.tokens)) == ("length", 16), "no token is read without the first"

@@ -144,7 +144,14 @@ def test_a_prompt_that_is_too_long(client, name):
     with pytest.raises(openai.BadRequestError, match="more than the") as error:
         client.chat.completions.create(**asked)
     assert error.value.code == "context_length_exceeded"
-    assert client.chat.completions.create(**asked, extra_body={"truncate": True}).choices[0].finish_reason
+    answer = client.chat.completions.create(**asked, extra_body={"truncate": True})
+    assert answer.choices[0].finish_reason and answer.truncated
+    assert all(
+        each.truncated for each in client.chat.completions.create(**asked, stream=True, extra_body={"truncate": True})
+    )
+    assert not hasattr(
+        client.chat.completions.create(**asked | {"messages": [{"role": "user", "content": "x"}]}), "truncated"
+    )
 
 
 def test_names_of_ignored_fields_cannot_break_the_header(server):

@@ -14,6 +14,8 @@ Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 """Role in ShareGPT's format -> role in chat templates."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+LEARNED = {"train": (True, False), "weight": (1, 0)}
+"""Keys that say whether a message is learned -> their values, if it is and if not."""
 FORMS = (("conversations",), ("prompt", "completion"), ("instruction", "output", "input", "system"))
 """Columns of other formats: ShareGPT, prompt and completion, Alpaca. The first two of each are required."""
 
@@ -35,11 +37,22 @@ def _message(given: Any, name: str) -> Message:
         message["content"] = "".join(_part(part, name) for part in message["content"])
     if message.get("tool_calls"):
         message.setdefault("content", None)
+    for key in (key for key in LEARNED if key in message):
+        message[key] = _learned(message[key], f"{name}: {key!r}", LEARNED[key])
     for key in ("role", "content"):
         has_calls = key == "content" and key in message and message.get("tool_calls")
         if not isinstance(message.get(key), str) and not has_calls:
             raise DataError(f"{name} has no text {key!r}")
     return message
+
+
+def _learned(given: Any, name: str, values: tuple[Any, Any]) -> Any:
+    """Return one of the two values of a key that says whether a message is learned, as files write it. Raises
+    DataError."""
+    for value in values:
+        if given == value or str(given).strip().lower() in (str(value).lower(), str(float(value)), str(int(value))):
+            return value
+    raise DataError(f"{name} is {given!r}: write {json.dumps(values[0])} or {json.dumps(values[1])}")
 
 
 def _part(part: Any, name: str) -> str:

@@ -1,9 +1,10 @@
 """Adapters: peft puts small trained matrices beside the frozen layers of a model."""
 
 import copy
+import json
 import re
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of LoRA's init_lora_weights that change the weights beside it, too."""
 CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig", "ia3": "IA3Config"}
+WITHOUT_EFFECT = re.compile(
+    "^_|dropout|pdrop|initializer|dtype$|_token_id$|^output_|^return_dict|^use_cache$|^(id2label|label2id|num_labels|"
+    "problem_type|architectures|auto_map|transformers_version|name_or_path)$"
+)
+"""Settings of a network that do not change its outputs in evaluation, or that a run sets itself."""
 ALL_LINEAR = "all-linear"
 TASKS = {"classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM", TAGS: "TOKEN_CLS"}
 
@@ -192,22 +198,45 @@ def _trained(network: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def base_digest(model: Model) -> str:
-    """Return the hex sha256 of the weights beside which an adapter was trained, without those that it has changed."""
+    """Return the hex sha256 of the weights beside which an adapter was trained, without those that it has changed.
+
+    Names of weights differ by version, so the places of equal shapes count instead.
+    """
     network = _network(model)
     config, state = _trained(network)
     return _digest_beside(network, config, state)
 
 
 def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> str:
-    """Return the hex sha256 of the weights that an adapter's file lacks, without names, which differ by version."""
+    """Return the hex sha256 of the weights that an adapter's file lacks."""
     begins = str(getattr(config, "init_lora_weights", ""))
     changed = {layer.get_base_layer() for *_, layer in _adapted(network)} if begins.startswith(CHANGING) else set()
     left_out = {p for layer in changed for p in layer.parameters()}
-    return digest_of(
-        line("", parameter)
+    kept = (
+        parameter
         for parameter, own in _names(network).items()
         if parameter not in left_out and not any(f".{NAME}" in name or name in names for name in own)
     )
+    return digest_of(line(str(number), parameter) for number, parameter in enumerate(kept))
+
+
+def base_settings(model: Model) -> dict[str, Any]:
+    """Return the settings of the network beside which an adapter was trained, as far as they change its outputs."""
+    config: Any = getattr(_network(model), "config", None)
+    settings = json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else {}
+    return {key: value for key, value in settings.items() if not WITHOUT_EFFECT.search(key)}
+
+
+def _changed_setting(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Describe the first setting that differs; those that one version of transformers lacks do not count."""
+    for key in sorted(before.keys() & now.keys()):
+        one, other = before[key], now[key]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            if inner := _changed_setting(one, other):
+                return f"{key}.{inner}"
+        elif one != other:
+            return f"{key} was {one!r} and is {other!r}"
+    return None
 
 
 def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -234,12 +263,27 @@ def _outermost(network: nn.Module, name: str) -> str | None:
     return owner
 
 
-def load_adapter(model: Model, folder: Path, digest: str = "") -> None:
+def load_adapter(model: Model, folder: Path, *, digest: str, settings: Mapping[str, Any]) -> None:
     """Put the adapter in a folder into the model that it belongs to, as peft does. Raises ModelError, also where
-    `base_digest` is known and differs."""
+    `base_digest` or `base_settings` are known and differ."""
+    config, names = _add(_network(model), folder)
+    if change := _changed_setting(settings, base_settings(model)):
+        raise ModelError(
+            f"the adapter was trained beside a model with other settings: in its config.json, {change}. Restore it, or "
+            "name the folder of the model that it was trained beside with --base"
+        )
+    if digest and digest != _digest_beside(_network(model), config, names):
+        raise ModelError(
+            "the adapter was trained beside other weights than those of this model, which has changed, or is another: "
+            "name the folder of the model that it was trained beside with --base"
+        )
+
+
+def _add(network: Any, folder: Path) -> tuple[Any, set[str]]:
+    """Put the adapter in a folder into a network -> peft's config, and the names of the folder's weights there. Raises
+    ModelError."""
     from peft.utils.other import ModulesToSaveWrapper
 
-    network: Any = _network(model)
     try:
         with warnings.catch_warnings(action="ignore"):
             config = read_adapter(folder)
@@ -259,8 +303,4 @@ def load_adapter(model: Model, folder: Path, digest: str = "") -> None:
     known = {PREFIX + name for name in (*state, *network.state_dict())}
     if wrong := sorted({PREFIX + name for name in state} - found) or sorted(found - known):
         raise ModelError(f"{folder / WEIGHTS} is of another model: {wrong[0]} does not fit")
-    if digest and digest != _digest_beside(network, config, {name.removeprefix(PREFIX) for name in found}):
-        raise ModelError(
-            "the adapter was trained beside other weights than those of this model, which has changed, or is another: "
-            "name the folder of the model that it was trained beside with --base"
-        )
+    return config, {name.removeprefix(PREFIX) for name in found}

@@ -156,6 +156,42 @@ def test_the_base_of_an_adapter_is_found_and_no_other_is_taken(lone, tmp_path, m
         opened(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("change", ["setting", "inner setting", "order", "repetition"])
+def test_a_base_that_computes_otherwise_is_refused(lone, tmp_path, change):
+    """Settings, and weights in other places, which their digest did not have; those without an effect may change."""
+    from safetensors.torch import load_file, save_file
+
+    base = saved(tmp_path / "base", "llama")
+    case = language_model(base, {})
+    case.export(tmp_path / "a", "adapter")
+    file, settings = base / "model.safetensors", json.loads((base / "config.json").read_text())
+    held, said = load_file(file), "beside other weights than those of this model"
+    one, other = "model.layers.0.", "model.layers.1."
+    assert {name.removeprefix(one) for name in held if one in name} == {
+        n.removeprefix(other) for n in held if other in n
+    }
+    if change == "setting":
+        settings["rms_norm_eps"], said = 0.1, "in its config.json, rms_norm_eps was 1e-06 and is 0.1. Restore it"
+    elif change == "inner setting":
+        settings["rope_parameters"]["rope_theta"], said = 3.0, "rope_parameters.rope_theta was 10000.0 and is 3.0"
+    elif change == "order":
+        swapped = {one: other, other: one}
+        held = {swapped.get(name[: len(one)], name[: len(one)]) + name[len(one) :]: held[name] for name in held}
+    else:
+        settings["num_hidden_layers"], said = 3, "num_hidden_layers was 2 and is 3"
+        held |= {name.replace(other, "model.layers.2."): held[name].clone() for name in held if other in name}
+    expected = opened(tmp_path / "a")(tokens(3, seed=5))
+    (base / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5, "use_cache": False}))
+    save_file(held, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=said):
+        opened(tmp_path / "a")
+    (base / "config.json").write_text(
+        (base / "config.json").read_text().replace("0.1", "1e-06").replace("3.0", "10000.0")
+    )
+    if "setting" in change:
+        assert torch.equal(opened(tmp_path / "a")(tokens(3, seed=5)), expected)
+
+
 def test_the_model_of_an_adapter_belongs_to_an_adapter(lone, tmp_path):
     base = saved(tmp_path / "base", "llama")
     language_model(base, {}).export(tmp_path / "merged")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.base.errors import DataError, few
 from lockstep.data import tables
-from lockstep.data.chat import is_learned
+from lockstep.data.chat import ASSISTANT, is_learned
 from lockstep.data.chat_forms import KNOWN_ROLES, Chats, Message, chat_of, check_columns, columns_of, tools_of
 from lockstep.data.packing import held_out_rows
 from lockstep.data.sources.chat import Config
@@ -73,6 +73,8 @@ def _chat(row: dict[str, Any], config: Config) -> tuple[list[Message], Any]:
     learned = [number for number, message in enumerate(messages) if is_learned(message)]
     if not learned:
         roles = few(list(dict.fromkeys(str(message["role"]) for message in messages)))
+        if any(message["role"] == ASSISTANT for message in messages):
+            raise DataError("each answer is left out by 'train' or 'weight', so nothing is learned of it")
         raise DataError(f"no message has the role 'assistant', so nothing is learned of it (there is: {roles})")
     if config.turns == "last":
         messages = [_not_learned(each) if number in learned[:-1] else each for number, each in enumerate(messages)]
@@ -86,6 +88,8 @@ def _unusual(messages: list[Message]) -> set[str]:
     answers = [each for each in messages if is_learned(each)]
     if not all(any(value for key, value in each.items() if key not in ("role", "train", "weight")) for each in answers):
         found.add("an empty answer, which is learned")
+    for role in {each["role"] for each in messages if each.get("train") and each["role"] != ASSISTANT}:
+        found.add(f"'train' in a message of the role {role!r}: only what the assistant says is learned")
     return found
 
 

@@ -154,6 +154,8 @@ class ExportFacts(BaseModel):
     """Model that an adapter was trained beside, a name on the hub or a folder."""
     base_digest: Annotated[str, Field(max_length=128)] = ""
     """Digest of the unchanged weights of that model."""
+    base_settings: dict[str, Any] = {}
+    """Settings of its network that change its outputs."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 

@@ -19,7 +19,7 @@ from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.inference.export.round_trip import compare, judge, same_weights
-from lockstep.models._adapter import base_digest, merged
+from lockstep.models._adapter import base_digest, base_settings, merged
 from lockstep.recipe.export_config import FORMATS, DType, ExportSection, check, file_of
 
 DTYPE_HINT = (
@@ -178,7 +178,8 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     is_reduced = facts.dtype != "fp32"
     if is_adapter := facts.kind == "adapter":
         base = str(facts.recipe["model"].get("name", ""))
-        facts = facts.model_copy(update={"base": base, "base_digest": base_digest(model)})
+        beside = {"base": base, "base_digest": base_digest(model), "base_settings": base_settings(model)}
+        facts = facts.model_copy(update=beside)
     written = _reduce(model if is_adapter else merged(model), facts.dtype)
     plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:

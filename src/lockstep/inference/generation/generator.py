@@ -191,7 +191,7 @@ class GeneratedBatch:
 
     def _is_full(self, row: Completion) -> bool:
         forward = self.generator.forward
-        slides = forward.SLIDES if isinstance(forward, Model) and forward.CACHES else True
+        slides = forward.SLIDES if isinstance(forward, Model) else True
         return not slides and len(row.prompt) + len(row.tokens) >= self.generator.context
 
 

@@ -173,6 +173,7 @@ class Answer:
             "created": int(time.time()),
             "model": facts.name,
             "system_fingerprint": facts.title,
+            **({"truncated": True} if any(each.is_truncated for each in self.prompts) else {}),
         }
 
     @property

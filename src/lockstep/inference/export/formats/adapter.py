@@ -34,7 +34,7 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
     _, section = _weights.section_of(facts, folder, is_adapter=True)
     with torch.random.fork_rng():
         model = _own_functions.build(section, facts.spec)
-        _adapter.load_adapter(model, folder, facts.base_digest)
+        _adapter.load_adapter(model, folder, digest=facts.base_digest, settings=facts.base_settings)
     return model.eval()
 
 
