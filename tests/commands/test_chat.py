@@ -119,8 +119,8 @@ def test_the_day_of_the_first_start_is_kept(folder, monkeypatch):
             f"data.tokenizer={folder / tokenizer}",
             *settings,
         ]
-        environment = os.environ | {"TZ": zone}  # which only a new interpreter reads
-        done = typed(folder, "train", "c.yaml", *SETTINGS, f"run.name={name}", *more, env=environment)
+        environment = os.environ | {"TZ": zone}
+        done = lockstep(folder, "train", "c.yaml", *SETTINGS, f"run.name={name}", *more, env=environment)
         assert done.returncode == code, done.stdout + done.stderr
         return " ".join((done.stdout + done.stderr).split()), summary(folder, name)
 

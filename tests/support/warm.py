@@ -189,6 +189,7 @@ def _command(descriptors, words, folder, environment, targets, start_new_session
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
+    time.tzset()
     if words[:3] == ["ip", "netns", "exec"]:
         _enter_network(words[3])
         words = words[4:]

@@ -37,7 +37,9 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     if auto_class.__name__.startswith(("AutoConfig", "AutoModel")):
         _refuse_adapter(Path(name))
     _refuse_kernels(auto_class)
-    options["local_files_only"] = Path(name).is_dir() or not hub_answers()
+    options["local_files_only"] = is_local = Path(name).is_dir() or not hub_answers()
+    if auto_class.__name__.startswith("AutoModel"):  # which looks for an adapter, too, and would ask the hub for it
+        options["adapter_kwargs"] = {"local_files_only": is_local}
     # without the option, transformers asks on the terminal whether to import the code that config.json names
     found = auto_class.from_pretrained(name, **options, trust_remote_code=False)
     if auto_class.__name__ == "AutoTokenizer":
