@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 from chats import ANSWER, ASK, CHATS, TEMPLATE, THANK, WELCOME, said, templated
-from running import lockstep, summary, typed
+from running import lockstep, summary
 from served import serving
 from tokenizers import decoders, normalizers
 

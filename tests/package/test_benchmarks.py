@@ -2,22 +2,55 @@
 
 import gzip
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from exporting import text_case
 from places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 
 
+SMALL = {
+    "checkpoint_stall": ["--models", "encoder", "--worlds", "1", "--pairs", "2"],
+    "estimate": ["--models", "cnn", "--strategies", "ddp", "--worlds", "1", "--rounds", "1", "--root", "DATA"],
+    "language_model": ["--rounds", "1", "--steps", "12"],
+    "recovery": ["--faults", "1", "--rounds", "1", "--pairs", "1", "--seconds", "1"],
+    "reproducibility": ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"],
+    "serving": ["EXPORT", "--seconds", "0.2", "--repetitions", "1"],
+    "strategies": ["--rounds", "1", "--seconds", "0.2"],
+}
+"""Arguments for a benchmark's smallest work."""
+APART = {"compare", "gpu", "observing", "stages", "to_accuracy"}
+"""Benchmarks with tests of their own."""
+
+
+def test_all_benchmarks_can_be_imported():
+    """Names that they use may be moved in the package."""
+    files = {file.stem for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
+    assert files == SMALL.keys() | APART
+    program = "import runpy, sys; [runpy.run_path(f'{name}.py') for name in sys.argv[1:]]"
+    environment = os.environ | {"PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS / 'peers'}"}
+    line = [sys.executable, "-c", program, *sorted(files)]
+    done = subprocess.run(line, cwd=BENCHMARKS, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.matrix
-def test_models_of_the_benchmarks_train(tmp_path):
-    small = ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"]
-    command = [sys.executable, BENCHMARKS / "reproducibility.py", *small]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0 and "| cnn | 2, loopback |" in done.stdout, done.stderr
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs(name, data_folder, minilm, tmp_path):
+    if name == "serving":
+        text_case(tmp_path / "base", minilm).export(tmp_path / "EXPORT")
+    given = [str(data_folder) if word == "DATA" else word for word in SMALL[name]]
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    figures = re.findall(r"\d+\.\d", done.stdout)
+    assert done.returncode == 0 and len(figures) > 3, done.stdout + done.stderr
 
 
 def test_energy_is_that_of_the_processors(tmp_path):
