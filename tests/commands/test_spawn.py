@@ -49,7 +49,9 @@ def python(folder, text, *, stdin, **variables):
 def ranks(process):
     """The spawned processes, in order."""
     children = psutil.Process(process.pid).children()
-    return sorted((p for p in children if "lockstep.run.worker" in p.cmdline()), key=lambda p: (p.create_time(), p.pid))
+    return sorted(
+        (p for p in children if "lockstep.run.worker" in " ".join(p.cmdline())), key=lambda p: (p.create_time(), p.pid)
+    )
 
 
 def blocks(pid, number):
@@ -93,6 +95,30 @@ def test_from_python(tmp_path, stdin):
         done = command(tmp_path, "train", "c.yaml", "run.name=one", "launch.processes=1", "launch.kind=spawn")
         assert done.returncode == 0, done.stderr
         assert summary(tmp_path, "one")["digest"] == digest
+
+
+def test_a_scripts_import_path_and_prints(tmp_path):
+    """Also entries that are no texts; what rank 0 prints comes at once, though it then ends without a flush."""
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "datasets.py").write_text("raise ImportError('another one is meant')")
+    (tmp_path / "beside" / "only_here.py").write_text("")
+    (tmp_path / "net.py").write_text(
+        "import os, only_here\n\ndef build(options, spec):\n    print('printed')\n    os._exit(7)\n"
+    )
+    done = python(
+        tmp_path,
+        """
+        import pathlib, sys
+        sys.path += [pathlib.Path("beside"), "beside"]
+        import lockstep
+        try:
+            lockstep.spawn({"data": {"kind": "digits"}}, "model={kind: user, file: net.py}", processes=1)
+        except Exception as error:
+            print(type(error).__name__, error.exit_code)
+        """,
+        stdin=False,
+    )
+    assert "printed" in done.stdout and done.stdout.endswith("RunFailed 7\n"), done.stdout + done.stderr
 
 
 def test_what_went_wrong_is_raised(tmp_path):

@@ -57,7 +57,8 @@ def tolerate_lost_reader() -> None:
             setattr(sys, name, _open_text(descriptor, "utf-8", "backslashreplace"))
         elif _is_plain(stream, descriptor):
             stream.flush()
-            setattr(sys, name, _open_text(descriptor, stream.encoding, stream.errors))
+            is_immediate = stream.write_through  # PYTHONUNBUFFERED
+            setattr(sys, name, _open_text(descriptor, stream.encoding, stream.errors, is_immediate=is_immediate))
 
 
 def _is_plain(stream: object, descriptor: int) -> bool:
@@ -67,7 +68,7 @@ def _is_plain(stream: object, descriptor: int) -> bool:
     return type(raw) is io.FileIO and raw.fileno() == descriptor
 
 
-def _open_text(descriptor: int, encoding: str, errors: str | None) -> io.TextIOWrapper:
+def _open_text(descriptor: int, encoding: str, errors: str | None, *, is_immediate: bool = False) -> io.TextIOWrapper:
     raw = Droppable(descriptor, "w", closefd=False)
-    is_line_buffered = descriptor == 2 or raw.isatty()
+    is_line_buffered = descriptor == 2 or raw.isatty() or is_immediate
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=is_line_buffered)

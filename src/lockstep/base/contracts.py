@@ -145,11 +145,6 @@ class Plan:
     warnings: tuple[str, ...] = ()
     """Sentences on what would make the run fail or stop although it can be started."""
 
-    @property
-    def module(self) -> tuple[str, ...]:
-        """The module that each process runs, and its arguments: what follows `python -m`."""
-        return self.argv[self.argv.index("-m") + 1 :]
-
 
 class Launcher(Protocol):
     """Starts the processes of a run.

@@ -221,15 +221,15 @@ def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> st
 
 
 def base_settings(model: Model) -> dict[str, Any]:
-    """Return the settings of the network beside which an adapter was trained, as far as they change its outputs."""
+    """Return the settings of the network beside which an adapter was trained."""
     config: Any = getattr(_network(model), "config", None)
-    settings = json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else {}
-    return {key: value for key, value in settings.items() if not WITHOUT_EFFECT.search(key)}
+    return json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else {}
 
 
 def _changed_setting(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe the first setting that differs; those that one version of transformers lacks do not count."""
-    for key in sorted(before.keys() & now.keys()):
+    """Describe the first setting that differs; those that one version of transformers lacks do not count, and those
+    without an effect."""
+    for key in sorted(key for key in before.keys() & now.keys() if not WITHOUT_EFFECT.search(key)):
         one, other = before[key], now[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             if inner := _changed_setting(one, other):
@@ -266,8 +266,9 @@ def _outermost(network: nn.Module, name: str) -> str | None:
 def load_adapter(model: Model, folder: Path, *, digest: str, settings: Mapping[str, Any]) -> None:
     """Put the adapter in a folder into the model that it belongs to, as peft does. Raises ModelError, also where
     `base_digest` or `base_settings` are known and differ."""
-    config, names = _add(_network(model), folder)
-    if change := _changed_setting(settings, base_settings(model)):
+    now = base_settings(model)
+    config, names = _add(_network(model), folder)  # peft may write to the settings
+    if change := _changed_setting(settings, now):
         raise ModelError(
             f"the adapter was trained beside a model with other settings: in its config.json, {change}. Restore it, or "
             "name the folder of the model that it was trained beside with --base"

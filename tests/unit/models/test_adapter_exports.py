@@ -192,6 +192,15 @@ def test_a_base_that_computes_otherwise_is_refused(lone, tmp_path, change):
         assert torch.equal(opened(tmp_path / "a")(tokens(3, seed=5)), expected)
 
 
+def test_settings_that_peft_writes_to_are_not_the_users(lone, tmp_path):
+    """peft sets pretraining_tp when it reads an adapter; settings without an effect may lie within others."""
+    case = language_model(saved(tmp_path / "base", "llama", pretraining_tp=2), {})
+    assert case.export(tmp_path / "a", "adapter").base_settings["pretraining_tp"] == 2
+    before = {"text_config": {"eos_token_id": 1, "width": 2, "old": 3}}
+    assert _adapter._changed_setting(before, {"text_config": {"eos_token_id": [1, 2], "width": 2}}) is None
+    assert _adapter._changed_setting(before, {"text_config": {"width": 4}}) == "text_config.width was 2 and is 4"
+
+
 def test_the_model_of_an_adapter_belongs_to_an_adapter(lone, tmp_path):
     base = saved(tmp_path / "base", "llama")
     language_model(base, {}).export(tmp_path / "merged")

@@ -155,7 +155,7 @@ class ExportFacts(BaseModel):
     base_digest: Annotated[str, Field(max_length=128)] = ""
     """Digest of the unchanged weights of that model."""
     base_settings: dict[str, Any] = {}
-    """Settings of its network that change its outputs."""
+    """Settings of its network."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.membership import Membership, RoundState
+from lockstep.launch.elastic.worker_round import FAILED_SECONDS
 from lockstep.observe.diagnose.hang_watch import VERDICT
 from lockstep.protocol import run_secret
 from lockstep.protocol.live_messages import Formation
 from lockstep.protocol.rendezvous import serve_store
 from lockstep.protocol.store_server import StoreServer
 
-FAILED_SECONDS = 15.0
-"""After a failure, how long the other workers may take to exit by themselves and finish a checkpoint."""
 LAST_CALL_SECONDS = 10.0
 """How long the rendezvous stays open for more nodes once launch.nodes' minimum has joined; torchelastic's last call."""
 QUIET_SECONDS = 2.0

@@ -15,13 +15,11 @@ from lockstep.launch.elastic.live_slots import RESIZE
 from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.worker_processes import POLL_SECONDS
-from lockstep.launch.elastic.worker_round import PAUSE_SECONDS, Round, RoundEnded
+from lockstep.launch.elastic.worker_round import FAILED_SECONDS, PAUSE_SECONDS, Round, RoundEnded
 from lockstep.protocol.live_messages import Formation, MachineState
 
 BUSY_POLL_SECONDS = 0.003
 """Pause between two checks of the workers while a formation is broken."""
-FAILED_SECONDS = 15.0
-"""After a failure, how long the other workers may take to exit by themselves."""
 FINISH_SECONDS = 2.0
 """How much later than rank 0 the others may exit."""
 
@@ -71,7 +69,10 @@ class LiveRound(Round):
             self.workers.pause(PAUSE_SECONDS)
 
     def _interrupt(self, number: signal.Signals) -> None:
-        self._end(signal.SIGKILL if self.membership.can_withdraw else number)
+        if self.membership.can_withdraw:
+            self._end(signal.SIGKILL)
+        else:
+            super()._interrupt(number)
 
     def _end(self, number: signal.Signals) -> None:
         """Have the workers save and exit in the grace period; those without a process group get a new one first."""

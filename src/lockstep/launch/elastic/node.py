@@ -120,7 +120,7 @@ class Node:
             try:
                 return self._lead(None) if self.membership.is_leader else self._follow()
             except SignalReceived as error:
-                kill_children(other_children)  # those left by a second signal, which ends the round at once
+                kill_children(other_children)  # such as one that was being started
                 if self.membership.can_withdraw:
                     return self._withdraw(error.number)
                 leave_seconds = self.section.grace_seconds

@@ -25,6 +25,8 @@ from lockstep.protocol.rendezvous import LOOPBACK
 
 POLL_SECONDS, EXIT_POLL_SECONDS = 0.02, 0.003
 """Pauses between two checks of the workers; of one that has exited, whose exit code the fork server has yet to send."""
+KILL_SECONDS = 30.0
+"""Longest wait for the end of a killed process, which may hang in the system, such as in a lost network file system."""
 STOPPED_SECONDS = 0.2
 """Pause between two checks for stopped workers."""
 OWN_STOP_SECONDS = 2.0
@@ -42,6 +44,8 @@ class WorkerGroupStart:
     """Server that forks the workers; None: each is started as a new process."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the workers, beside those of this process and those that torchrun sets."""
+    own_sessions: bool = True
+    """Whether signals of the terminal are left to this process; else they reach the workers, too."""
     pipes: Mapping[int, OutputPipe] = field(default_factory=dict)
     """Pipes for rank 0's stdout (1) and stderr (2), where these are not this process's own."""
 
@@ -156,7 +160,7 @@ class WorkerProcesses:
                 stdout=file if log else writers.get(1),
                 stderr=file if log else writers.get(2),
                 pass_fds=self.inherited(),
-                start_new_session=True,
+                start_new_session=self.start.own_sessions,
             )
 
     def inherited(self) -> Sequence[int]:
@@ -266,9 +270,14 @@ class WorkerProcesses:
     def close(self) -> None:
         """Kill the workers that still run."""
         for worker in self.running.values():
+            with suppress(AttributeError, OSError):  # with what it has started; it has no group of its own on Windows
+                os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.kill()
         for worker in self.running.values():
-            worker.process.wait()
+            try:
+                worker.process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                sys.stderr.write(f"process {worker.process.pid} was killed and does not end: the system holds it\n")
         self.running.clear()
         for pipe in self.start.pipes.values():
             pipe.close()

@@ -10,11 +10,16 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from lockstep.base import ctrl_c
+from lockstep.base.errors import Interrupted
 from lockstep.launch.elastic.failure import Failure
 from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.worker_processes import WorkerProcesses
 from lockstep.launch.launch_config import LaunchSection
 
+FAILED_SECONDS = 15.0
+"""After a failure, how long other workers may take to exit by themselves and finish a checkpoint."""
+HANDLED = ("SIGINT", "SIGTERM", "SIGUSR1")
+"""Signals after which workers save."""
 PAUSE_SECONDS = 0.1
 """Longest pause between two checks whether the round is to end."""
 
@@ -80,15 +85,22 @@ class Round:
         """Look at the workers -> whether the round is over."""
         workers = self.workers
         workers.look()
-        if workers.failures:
-            self._end(signal.SIGTERM)
+        if first := {*workers.failures}:
+            workers.send(signal.SIGTERM)
+            workers.wait_for_exits(FAILED_SECONDS)
+            workers.failures = {
+                slot: each  # without those that have obeyed the signal
+                for slot, each in workers.failures.items()
+                if slot in first or each.exitcode != Interrupted.exit_code
+            }
         return not workers.running or bool(workers.failures)
 
     def _failure(self) -> Failure | None:
         return self.workers.failure()
 
     def _interrupt(self, number: signal.Signals) -> None:
-        self._end(number)
+        """End the round after a signal: as SIGTERM where workers do not handle that one."""
+        self._end(number if number.name in HANDLED else signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
         """Have the workers save and exit in the grace period."""

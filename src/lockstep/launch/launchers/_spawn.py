@@ -1,9 +1,7 @@
 """The spawn launcher: processes of this machine, each a new interpreter, without restarts."""
 
-import os
-import site
 import sys
-import sysconfig
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -58,11 +56,12 @@ class Spawn(OwnProcess):
         rotate_logs(logs)
         secret = run_secret.create(logs)
         start = WorkerGroupStart(
-            argv=(*plan.argv, *lifetime.worker_options()),
+            argv=(*_with_import_path(plan.argv), *lifetime.worker_options()),
             processes=plan.processes,
             logs=logs,
             grace_seconds=self.config.grace_seconds,
             environment={**plan.environment, **_variables(logs), **(PIPED if 1 in (pipes or {}) else {})},
+            own_sessions=threading.current_thread() is threading.main_thread(),  # another handles no signals
             pipes=pipes or {},
         )
         workers = None
@@ -82,15 +81,15 @@ def _variables(logs: Path) -> dict[str, str]:
     return {
         hash_seed.VARIABLE: hash_seed.chosen(),
         run_secret.VARIABLE: str(logs.absolute()),
-        "PYTHONPATH": _import_path(),
     }
 
 
-def _import_path() -> str:
-    """Return PYTHONPATH for workers: what this process has added to the path of a new interpreter."""
-    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    known = (*standard, *site.getsitepackages(), site.getusersitepackages())
-    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path if not entry.startswith(known))
+def _with_import_path(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command of a worker that imports from where this process does: a script may have changed sys.path."""
+    module = argv.index("-m")
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    code = f"import runpy, sys; sys.path[:] = {path!r}; runpy.run_module({argv[module + 1]!r}, None, '__main__', True)"
+    return (*argv[:module], "-c", code, *argv[module + 2 :])
 
 
 def build(config: LaunchSection, *, threads: int, shards: int) -> Spawn:
