@@ -33,9 +33,9 @@ def test_all_benchmarks_can_be_imported():
     """Names that they use may be moved in the package."""
     files = {file.stem for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
     assert files == SMALL.keys() | APART
-    program = "import runpy, sys; [runpy.run_path(f'{name}.py') for name in sys.argv[1:]]"
+    program = "import runpy, sys; [runpy.run_path(name) for name in sys.argv[1:]]"
     environment = os.environ | {"PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS / 'peers'}"}
-    line = [sys.executable, "-c", program, *sorted(files)]
+    line = [sys.executable, "-c", program, *sorted(map(str, BENCHMARKS.glob("*.py")))]
     done = subprocess.run(line, cwd=BENCHMARKS, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
