@@ -196,7 +196,9 @@ def test_a_rank_that_is_killed_is_named_and_not_started_again(config):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM], ids=lambda n: n.name
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.matrix) for each in (signal.SIGINT, signal.SIGHUP))],
+    ids=lambda n: n.name,
 )
 def test_a_signal_to_the_command_saves(config, number):
     process = started(config, "train", "c.yaml", *LONG, *SPAWN, "run.name=a")

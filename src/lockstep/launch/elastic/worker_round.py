@@ -22,8 +22,6 @@ HANDLED = ("SIGINT", "SIGTERM", "SIGUSR1")
 """Signals after which workers save."""
 PAUSE_SECONDS = 0.1
 """Longest pause between two checks whether the round is to end."""
-
-
 RANKS_SECONDS = 10.0
 """How much later than the ranks, which watch each other and report more, the launcher ends stopped workers."""
 
