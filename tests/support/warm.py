@@ -6,9 +6,11 @@ folder, variables and pipes, whose workers are forked in turn. Tests of how a co
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import socket
@@ -16,10 +18,12 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from contextlib import suppress
 
 import psutil
 
+import lockstep
 from lockstep import __main__
 from lockstep.launch.elastic.fork_server import _end
 
@@ -147,6 +151,14 @@ def _serve(pipe):
     warnings.filterwarnings("ignore")
     for name in PRELOADED:
         importlib.import_module(name)
+    for found in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+        if not found.name.endswith("__main__"):
+            with suppress(ImportError):  # of a package that is optional
+                importlib.import_module(found.name)
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # torch's would take a twentieth of a command's time
+    gc.collect()
+    gc.freeze()  # else the first collection in each command would copy all of this memory
     running = {}
     while True:
         for ready in select.select([pipe, *running], [], [])[0]:

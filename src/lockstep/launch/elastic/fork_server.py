@@ -216,13 +216,13 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         is_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
-        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False  # what the launcher made is not a worker's to remove
         _forget_script_folder()
         gc.disable()  # collections would take a sixth of the time of the imports
         for name in modules:
             with suppress(BaseException):  # the worker raises it again
                 importlib.import_module(name)
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # no worker removes what all share; torch's finalizers would take 40 ms
         gc.freeze()  # else the first collection in each worker would copy all of this memory
         gc.enable()
         launcher.send(None)
