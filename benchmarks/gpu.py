@@ -38,7 +38,7 @@ from works import CNN, MAX_LENGTH, WORKS, Work, text_model
 
 from lockstep.base.lifetime import end_family
 from lockstep.core.distributed.process_group import device_model
-from lockstep.observe.profile.matmul_peak import peak_flops
+from lockstep.core.host.matmul_speed import peak_flops
 
 KINDS = ("encoder", "gpt", "cnn")
 CONTENDERS: dict[str, tuple[str, list[str]]] = {

@@ -15,7 +15,8 @@ from lockstep.base.model_contracts import MicroBatch, Model, Strategy
 from lockstep.base.world import World
 from lockstep.checkpoint.metric_modes import mode_by_name
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from lockstep.core.host.matmul_speed import faster_precision
 from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
@@ -39,6 +40,9 @@ from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictio
 from lockstep.training.findings import LOSS_IS, Finding
 from lockstep.training.model_checks import ModelCheck, check_lone_sample
 from lockstep.training.state import TrainState
+
+MANY_PARAMETERS = 500_000
+"""Parameters of a model from which matrix products take most of a step."""
 
 
 @dataclass(kw_only=True)
@@ -235,7 +239,8 @@ def start_notes(parts: Components, world: World) -> list[str]:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
     notes += (
-        _head_note(parts)
+        _precision_note(parts)
+        + _head_note(parts)
         + _prediction_note(parts)
         + _template_notes(parts)
         + parts.model._lockstep_notes
@@ -258,6 +263,13 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.recipe.train.loss_is == "batch_wise":
         notes.append(LOSS_IS)
     return notes
+
+
+def _precision_note(parts: Components) -> tuple[str, ...]:
+    """Note that another precision is faster here, for a model whose products take most of a step. Collective."""
+    is_large = sum(each.numel() for each in parts.model.parameters()) >= MANY_PARAMETERS
+    note = broadcast_object(faster_precision(parts.recipe.train.precision, parts.device) if is_large else "")
+    return (note,) if note else ()
 
 
 def _head_note(parts: Components) -> tuple[str, ...]:

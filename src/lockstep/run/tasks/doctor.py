@@ -9,9 +9,9 @@ from lockstep.base import storage
 from lockstep.base.world import World
 from lockstep.core.distributed import links
 from lockstep.core.distributed.process_group import device_model, device_of
+from lockstep.core.host.matmul_speed import mean_flops
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.observe.profile.matmul_peak import mean_flops
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.doctor.diagnosis import FACTS, ExaminationRequest, RankFacts
 

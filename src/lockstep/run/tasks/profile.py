@@ -17,10 +17,10 @@ from lockstep.base import storage
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host import phases
+from lockstep.core.host.matmul_speed import peak_flops
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.dtensors import local_tensor
-from lockstep.observe.profile.matmul_peak import peak_flops
 from lockstep.observe.profile.operators import most_expensive
 from lockstep.observe.profile.step_trace import Steps, trace_file, traced
 from lockstep.recipe.components import Components

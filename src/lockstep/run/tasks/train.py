@@ -268,7 +268,7 @@ class TrainTask(WatchedTask):
         """Return the seconds that all processes would take for a token at the peak of matrix products."""
         if (flops := self.parts.token_flops) is None:
             return None
-        from lockstep.observe.profile.matmul_peak import peak_flops  # noqa: PLC0415 (for language models only)
+        from lockstep.core.host.matmul_speed import peak_flops  # noqa: PLC0415 (for language models only)
 
         return flops / (peak_flops(self.recipe.train.precision, self.device) * self.world.size)
 

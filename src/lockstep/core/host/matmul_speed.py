@@ -1,0 +1,93 @@
+"""The floating-point operations per second that this process reaches in matrix products, and in which precision."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SIZE = 8192
+"""Size of the square matrices on a GPU; a CPU gets smaller ones."""
+CPU_SIZE = 1024
+SECONDS = 0.3
+TOGETHER = 10
+"""Products between two waits for a GPU."""
+COMPARED_SIZE, COMPARED_TIMES = 512, 3
+"""Size and number of the products that compare two precisions: together about 20 ms on one core."""
+FASTER = {"fp32": ("bf16", 1.5), "bf16": ("fp32", 1.15), "fp16": ("fp32", 1.15)}
+"""Precision -> the other that is compared, and the ratio of their speeds from which the other is worth a change: a step
+gains less than its products, since autocast converts weights and activations."""
+
+
+@functools.cache
+def peak_flops(precision: str, device: torch.device) -> float:
+    """Measure the operations per second of the best of several products, in the precision of the forward pass."""
+    operations, seconds = _products(precision, device)
+    return operations / min(seconds)
+
+
+def mean_flops(precision: str, device: torch.device) -> float:
+    """Measure the operations per second over all products. On a CPU only the time counts for which this thread has the
+    core: other processes on it change nothing."""
+    operations, seconds = _products(
+        precision, device, clock=time.perf_counter if device.type == "cuda" else time.thread_time
+    )
+    return operations * len(seconds) / sum(seconds)
+
+
+def compare_precisions(precision: str) -> tuple[str, float]:
+    """Return the precision to compare with on a CPU, and how many times as fast its products are on this thread's core.
+
+    What other processes do on the core does not count, and no random number is drawn.
+    """
+
+    def seconds(kind: str) -> float:
+        matrix = torch.full((COMPARED_SIZE, COMPARED_SIZE), 0.5, dtype=DTYPES.get(kind, torch.float32))
+        times = []
+        for _ in range(1 + COMPARED_TIMES):  # the first prepares the kernel
+            start = time.thread_time()
+            _ = matrix @ matrix
+            times.append(time.thread_time() - start)
+        return min(times[1:])
+
+    other = FASTER[precision][0]
+    return other, seconds(precision) / seconds(other)
+
+
+def faster_precision(precision: str, device: torch.device) -> str:
+    """Return a sentence that names the precision with much faster matrix products on this CPU; empty without one."""
+    if device.type != "cpu":
+        return ""
+    other, factor = compare_precisions(precision)
+    if factor < FASTER[precision][1]:
+        return ""
+    return (
+        f"matrix products in {other} are {factor:.1f} times as fast as in {precision} on this processor: "
+        f"train.precision={other} shortens steps, and gives other weights"
+    )
+
+
+def _products(
+    precision: str, device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[int, list[float]]:
+    """Return the operations of one product, and the seconds of each."""
+    dtype = DTYPES.get(precision, torch.float32)
+    size = SIZE if device.type == "cuda" else CPU_SIZE
+    a, b = torch.randn(2, size, size, device=device).to(dtype).unbind()
+    seconds: list[float] = []
+    _ = a @ b
+    together = TOGETHER if device.type == "cuda" else 1
+    while sum(seconds) < SECONDS:
+        _synchronize(device)
+        start = clock()
+        for _ in range(together):
+            _ = a @ b
+        _synchronize(device)
+        seconds.append((clock() - start) / together)
+    return 2 * size**3, seconds
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
