@@ -113,7 +113,7 @@ def tokenizer(folder: Path) -> Any:
 
 
 def text_model(kind: str, folder: Path) -> nn.Module:
-    """MiniLM with its pretrained weights, or an encoder of DistilBERT's size with random ones."""
+    """MiniLM with its pretrained weights, or an encoder of DistilBERT's size with random ones; both with dropout."""
     from transformers import (  # noqa: PLC0415
         AutoModelForSequenceClassification,
         DistilBertConfig,
@@ -121,7 +121,7 @@ def text_model(kind: str, folder: Path) -> nn.Module:
     )
 
     if kind == "minilm":
-        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=4)
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=4).train()  # it is in eval mode
     return DistilBertForSequenceClassification(DistilBertConfig(num_labels=4, **DISTILBERT[kind]))
 
 
