@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from measured_at import measured_at
 from networks import loopback, measured
 from reproducibility import MODELS, SHARDS, WideMLP, placed
 
@@ -166,7 +166,7 @@ def main() -> None:
         work(options.work, int(float(os.environ["PAIRS"])), Path(os.environ["FOLDER"]))
         return
     lines = [
-        f"Measured {datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
+        f"Figures {measured_at()}.",
         "Medians. Share: stall of a save beside the steps / time of one that is waited for, of neighbouring saves.",
         "Beside: until a save beside the steps is written. Steps meanwhile: their time / that of steps without a save.",
         "",

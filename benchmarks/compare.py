@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,13 +26,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from measured_at import measured_at
 from works import WORKS, Work, text_model, tokenizer
 
 from lockstep.base.lifetime import end_family
@@ -225,14 +224,6 @@ def table(work: Work, seen: dict[str, list[Figures]]) -> list[str]:
     return [*lines, ""]
 
 
-def machine() -> str:
-    """Cores, number formats and memory of this machine."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    bf16 = next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), "no bf16 instructions")
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores ({platform.machine()}, {bf16}), {memory:.0f} GiB"
-
-
 def measured(work: Work, names: Sequence[str], given: argparse.Namespace) -> dict[str, list[Figures]]:
     """All rounds of a work: contender -> its runs."""
     own = [name for name in names if takes_part(name, work)]
@@ -264,8 +255,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file for the tables, such as benchmarks/results/compare.md")
     given = parser.parse_args()
     lines = [
-        f"Measured {datetime.now():%Y-%m-%d} on {machine()}, torch {torch.__version__}, {WORLD} processes of one "
-        f"thread, bf16 (the textbook loop: fp32), {given.rounds} rounds in turns: medians (quartiles).",
+        f"Figures {measured_at()}, {WORLD} processes of one thread, bf16 (the textbook loop: fp32), {given.rounds} "
+        "rounds in turns: medians (quartiles).",
         "",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

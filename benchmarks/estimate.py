@@ -13,8 +13,6 @@ beside it.
 import argparse
 import csv
 import json
-import os
-import platform
 import re
 import shutil
 import statistics
@@ -24,11 +22,10 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import psutil
-import torch
+from measured_at import measured_at
 from rich.console import Console
 
 from lockstep.recipe import recipe as recipes
@@ -175,8 +172,7 @@ def write(options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, 
     """The table of what there is so far."""
     lines = [
         f"`python benchmarks/estimate.py --models {' '.join(options.models)} --worlds "
-        f"{' '.join(map(str, options.worlds))} --rounds {options.rounds}`, measured {datetime.now():%Y-%m-%d} on "
-        f"{os.cpu_count()} cores ({platform.machine()}) with torch {torch.__version__}.",
+        f"{' '.join(map(str, options.worlds))} --rounds {options.rounds}`, {measured_at()}.",
         "Predicted and measured: the peak resident set of the process that needs most, MiB, and a steady step, ms; "
         "medians over the rounds, in each of which the prediction is made anew just before the trainings.",
         "",

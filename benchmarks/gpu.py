@@ -32,12 +32,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from compare import GRACE, PEERS, SCRIPTS, Setting, lockstep, machine, prepare
+from compare import GRACE, PEERS, SCRIPTS, Setting, lockstep, prepare
 from gpt import GPT, SIZES
+from measured_at import measured_at
 from works import CNN, MAX_LENGTH, WORKS, Work, text_model
 
 from lockstep.base.lifetime import end_family
-from lockstep.core.distributed.process_group import device_model
 from lockstep.core.host.matmul_speed import peak_flops
 
 KINDS = ("encoder", "gpt", "cnn")
@@ -196,12 +196,12 @@ def table(work: Work, seen: dict[str, dict[str, float] | str], peak: float) -> l
 def heading(device: torch.device, peak: float, seconds: float) -> list[str]:
     """Machine and versions."""
     names = ("transformers", "accelerate", "lightning", "triton")
-    versions = [f"torch {torch.__version__}", f"Python {sys.version.split()[0]}"]
+    versions = [f"Python {sys.version.split()[0]}"]
     versions += [
         f"{name} {importlib.import_module(name).__version__}" for name in names if importlib.util.find_spec(name)
     ]
     cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
-    text = f"Measured {datetime.now():%Y-%m-%d} on {device_model(device)}{cuda}, {machine()}; {', '.join(versions)}."
+    text = f"Figures {measured_at(device)}{cuda}; {', '.join(versions)}."
     return [
         f"{text} bf16, one run each; products of matrices reach {peak / 1e12:.3g} TFLOP/s. {seconds:.0f} s in all.",
         "",

@@ -18,18 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measured_at import measured_at
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.base.contracts import DataSpec
-from lockstep.core.distributed.process_group import device_model
 from lockstep.models._gpt import GPT
 from lockstep.models.gpt import Config
 from lockstep.recipe import recipe as recipes
@@ -183,8 +182,7 @@ def main() -> None:
         speed, loss = (statistics.median(each[name][key] for each in rounds) for key in ("speed", "loss"))
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         lines.append(f"| {name} | {speed:,.0f} | {spread} | {loss:.3f} |")
-    when = f"{datetime.now():%Y-%m-%d}, {device_model(torch.device('cpu'))}, torch {torch.__version__}"
-    text = f"{when}, {given.rounds} rounds of {given.steps} steps\n\n" + "\n".join(lines) + "\n"
+    text = f"Figures {measured_at()}, {given.rounds} rounds of {given.steps} steps\n\n" + "\n".join(lines) + "\n"
     sys.stdout.write(text)
     if given.out:
         with given.out.open("a", encoding="utf-8") as file:

@@ -10,16 +10,14 @@ Run nothing else beside it.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 
-import torch
+from measured_at import measured_at
 
 from lockstep.core.host import phases
 
@@ -135,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/observing.md")
     options = parser.parse_args()
     lines = [
-        f"Measured {datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
+        f"Figures {measured_at()}.",
         "ms of a step, medians; ratio: default / least of the same round, median, and lowest to highest.",
         "Then µs of a step by the clock of rank 0: events (with waiting for the files), figures of the ranks (with",
         "waiting for the others), switches between phases; and their sum as a share of the step. Of "

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from measured_at import measured_at
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 60.0
@@ -262,6 +263,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[])
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
+    say(f"Figures {measured_at()}.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for recovery, spares in (("live", 0), ("live", 1), ("restart", 0)) if options.faults else ():

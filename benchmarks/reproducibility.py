@@ -9,17 +9,16 @@ quartiles over all pairs. Run nothing else beside it. Namespaces (TCP between ma
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measured_at import measured_at
 from torch import Tensor, nn
 
 from lockstep.base import plugins
@@ -198,7 +197,7 @@ def main() -> None:
         work(options.work, options.seconds)
         return
     lines = [
-        f"Measured {datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
+        f"Figures {measured_at()}.",
         "Milliseconds per step: medians. Ratio: exact / fast within a pair of runs, its median and quartiles.",
         "",
         "| model | ranks | exact ms | fast ms | ratio | quartiles | pairs |",

@@ -12,7 +12,6 @@ number of connections busy; all share the machine.
 
 import argparse
 import csv
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import torch
 from http_load import load
+from measured_at import measured_at
 from networks import free_port
 
 from lockstep.inference.export.export_facts import read
@@ -175,8 +175,8 @@ def main() -> None:
                     sys.stderr.write(f"{repetition} {connections:4} {name:20} {found[0]:7.1f}/s {found[2]:8.1f} ms\n")
     said = table(results, list(ports))
     facts = (
-        f"{platform.machine()} {features()}, {torch.get_num_threads()} cores, torch {torch.__version__}, medians of "
-        f"{options.repetitions} repetitions of {options.seconds:g} s"
+        f"Figures {measured_at()}, {features()}, {torch.get_num_threads()} threads, medians of {options.repetitions} "
+        f"repetitions of {options.seconds:g} s"
     )
     text = f"# Serving\n\n{facts}.\n\n{said}\n"
     sys.stdout.write(text)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -27,12 +26,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from compare import Setting, lockstep, machine, middle, peak_of
+from compare import Setting, lockstep, middle, peak_of
+from measured_at import measured_at
 from meter import Meter
 from networks import free_port
 from works import CNN, Work, normalized, read_images
-
-from lockstep.core.distributed.process_group import device_model
 
 PLAIN, PARALLEL = "plain PyTorch loop", "the same with DataParallel"
 STAGES: dict[str, list[list[str]]] = {
@@ -144,8 +142,7 @@ def main() -> None:
                 rounds[-1][name] = measured(name, setting)
                 sys.stderr.write(f"round {number + 1}: {name} {rounds[-1][name]}\n")
     lines = [
-        f"`python benchmarks/stages.py --rounds {given.rounds} --steps {given.steps}`, measured "
-        f"{datetime.now():%Y-%m-%d} on {device_model(device)}, {machine()}, torch {torch.__version__}.",
+        f"`python benchmarks/stages.py --rounds {given.rounds} --steps {given.steps}`, {measured_at(device)}.",
         f"MNIST CNN, bf16, AdamW, G = {work.global_batch}, medians (quartiles).",
         "",
         *rows(rounds),

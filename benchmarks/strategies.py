@@ -11,16 +11,15 @@ model takes told beside it. Run nothing else beside it.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measured_at import measured_at
 from torch import nn
 
 from lockstep.base.model_contracts import MicroBatch
@@ -124,8 +123,7 @@ def main() -> None:
             {name: measured(__file__, name, loopback(ROWS[name][0]), seconds=options.seconds) for name in names}
         )
     lines = [
-        f"`python benchmarks/strategies.py --rounds {options.rounds} --seconds {options.seconds:g}`, measured "
-        f"{datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
+        f"`python benchmarks/strategies.py --rounds {options.rounds} --seconds {options.seconds:g}`, {measured_at()}.",
         "MiniLM, bf16, AdamW, G = 64, m = 16, 64 tokens. Ratio: samples/s against ddp's of the same round.",
         "MiB per process: the peak, and how much of it is more than a process takes without a model.",
         "",

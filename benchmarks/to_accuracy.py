@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 
-import torch
-from compare import GRACE, LIMIT, PEERS, WORLD, machine, middle
+from compare import GRACE, LIMIT, PEERS, WORLD, middle
+from measured_at import measured_at
 
 from lockstep.base.lifetime import end_family
 
@@ -92,7 +91,7 @@ def main() -> None:
             seen[name].append(run(name, given, seed=seed))
             sys.stderr.write(f"round {seed + 1}: {name} {seen[name][-1]}\n")
     lines = [
-        f"Measured {datetime.now():%Y-%m-%d} on {machine()}, torch {torch.__version__}, {WORLD} processes, "
+        f"Figures {measured_at()}, {WORLD} processes, "
         f"{given.rounds} rounds in turns: medians (quartiles). Test accuracy {given.target} on MNIST.",
         "",
         "| contender | seconds from the command | steps |",

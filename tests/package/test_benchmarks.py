@@ -141,3 +141,10 @@ def test_contenders_on_a_gpu_are_tried_on_the_cpu(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert table.count("| tuned loop |") == table.count("| Lockstep exact |") == table.count("| Lightning |") == 3
     assert "failed" not in table
+
+
+def test_results_name_the_commit_at_which_they_were_measured():
+    for file in (BENCHMARKS / "results").glob("*.md"):
+        assert re.search(r"commit [0-9a-f]{7}", file.read_text()), file
+    for file in BENCHMARKS.glob("*.py"):
+        assert ("__main__" in file.read_text()) == ("import measured_at" in file.read_text()), file
