@@ -149,18 +149,28 @@ class Writer:
         self.warming = _in_thread(allocate)
 
     def start(
-        self, tensors: Mapping[str, Tensor], manifest: Manifest, *, used: Mapping[str, str] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        manifest: Manifest,
+        *,
+        used: Mapping[str, str] | None = None,
+        is_last: bool = False,
     ) -> None:
-        """Copy this rank's share and start to write it; the tensors may change as soon as this returns. `used`: the
-        weights of the digest, name -> name in `tensors`; all of model.* if not given."""
+        """Copy this rank's share and start to write it; the tensors may change as soon as this returns, but for the
+        last save, which copies only what it has to. `used`: the weights of the digest, name -> name in `tensors`; all
+        of model.* if not given."""
         assert self.pending is None, "call finished() first"
         begin = time.monotonic()
         if self.warming is not None:
             self.warming.result()
             self.warming = None
-        self.copies = copies = _allocate_copies({name: tensors[name] for name in self._assigned(tensors)}, self.copies)
-        for name, copy in copies.items():
-            local_tensor(copy).copy_(local_tensor(tensors[name]), non_blocking=True)
+        share = {name: tensors[name] for name in self._assigned(tensors)}
+        stay = {name: tensor.detach() for name, tensor in share.items() if is_last and _can_be_written(tensor)}
+        changing = {name: tensor for name, tensor in share.items() if name not in stay}
+        self.copies = _allocate_copies(changing, self.copies)
+        for name, copy in self.copies.items():
+            local_tensor(copy).copy_(local_tensor(share[name]), non_blocking=True)
+        copies = {name: stay[name] if name in stay else self.copies[name] for name in share}
         copied = torch.cuda.Event(blocking=True) if torch.cuda.is_initialized() else None
         if copied is not None:
             copied.record()  # a GPU changes no tensor before it has copied it
@@ -277,6 +287,12 @@ def _write_share(folder: Path, copies: dict[str, Tensor]) -> Share:
         return Share(folder=folder, table=table, hashes=_hashes(folder, f"__{rank}_*"))
     except Exception as error:  # DCP's threads raise many kinds for a full disk
         return Share(folder=folder, failure=_reason(error, rank))
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Return whether a tensor can be written without a copy of it."""
+    local = local_tensor(tensor)
+    return local.device.type == "cpu" and local.is_contiguous()
 
 
 def _allocate_copies(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

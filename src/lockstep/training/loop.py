@@ -226,7 +226,7 @@ def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     if is_last:
         run.stopping()
     with phase("saving"):
-        run.saving.start(metrics)
+        run.saving.start(metrics, is_last=is_last)
         if is_last:
             run.saving.finish()
     run.throughput.resume()

@@ -40,8 +40,9 @@ class Saving:
     longest_seconds: float = 0.0
     """Duration of the longest save, from the copy to the last rename."""
 
-    def start(self, metrics: dict[str, float]) -> None:
-        """Copy the state and start to write it; waits for the previous save, with a warning."""
+    def start(self, metrics: dict[str, float], *, is_last: bool = False) -> None:
+        """Copy the state and start to write it; waits for the previous save, with a warning. `is_last`: the state does
+        not change until it is written."""
         start = time.monotonic()
         with waiting_in(SAVE):
             self._report(self.writer.finished())
@@ -53,7 +54,8 @@ class Saving:
             )
             self.bus.publish(Warned(message=f"{what}. {advice} {self.writer.root}"))
         self.bus.publish(SaveStarted(step=self.state.step))
-        self.writer.start(self.state.tensors(), self.manifest(metrics), used=self.state.used())
+        manifest, used = self.manifest(metrics), self.state.used()
+        self.writer.start(self.state.tensors(), manifest, used=used, is_last=is_last)
         self.stalls.append(time.monotonic() - start)
 
     def poll(self) -> None:

@@ -170,3 +170,21 @@ def test_weights_alone_are_the_average_where_there_is_one(lone, tmp_path, averag
     assert all((parameter == value).all() for parameter in module.parameters())
     with pytest.raises(CheckpointError, match=r"weight is \(2, 3\) there and \(2, 4\) here"):
         weights.restore_model(nn.Linear(4, 2), tmp_path / "step-000000001")
+
+
+def save_at_the_end(root, is_last):
+    """What this rank copied; a weight in another memory format is among the tensors."""
+    other = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    weight = nn.Parameter(torch.arange(3_000_000.0).view(3, -1))
+    writer = Writer(root)
+    writer.start({"model.weight": weight, "model.other": other}, manifest_of(1), is_last=is_last)
+    assert writer.finished().failure is None
+    return sorted(writer.copies)
+
+
+def test_the_last_save_copies_nothing_that_can_be_written_as_it_is(ranks, tmp_path):
+    """And writes the same files."""
+    assert ranks(1, save_at_the_end, tmp_path / "copied", False) == [["model.other", "model.weight"]]
+    assert ranks(1, save_at_the_end, tmp_path / "last", True) == [["model.other"]]
+    one, other = (layout.read_manifest(tmp_path / name / "step-000000001") for name in ("copied", "last"))
+    assert (one.digest, one.files) == (other.digest, other.files)
