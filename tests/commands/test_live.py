@@ -22,7 +22,8 @@ from lockstep.protocol.live_messages import Formation, Position
 from lockstep.run.tasks.train_live import Backlog
 
 pytestmark = pytest.mark.timeout(300)
-LONG, SHORT = DIGITS.replace("steps: 2000", "steps: 800"), DIGITS.replace("steps: 2000", "steps: 300")
+LONG, SHORT, BRIEF = (DIGITS.replace("steps: 2000", f"steps: {steps}") for steps in (150, 200, 60))
+"""LONG and BRIEF are of runs that dawdle between faults."""
 FAULTS = [
     *("kill-forward", "kill-shared-memory", "kill-buffers", "kill-optimizer", "kill-agreement", "kill-after-step"),
     *("kill-evaluation", "kill-save", "kill-writing", "kill-renaming", "crash-forward", "stop-shared-memory"),
@@ -46,14 +47,14 @@ def long_plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
     """The same run on three processes, with a fault in each phase, and others while these are mended."""
-    chaos = Chaos(tmp_path_factory.mktemp("live"), LONG)
+    chaos = Chaos(tmp_path_factory.mktemp("live"), LONG, dawdles=True)
     chaos.start()
     wait_for_steps(chaos.folder / "runs" / "live", 1)
     for fault in FAULTS:
         chaos.meet(fault)
     for phase in ("rendezvous", "connecting", "sending", "receiving", "placing"):
         chaos.meet("kill-forward", f"kill-{phase}")
-    assert chaos.process.wait(200) == 0, chaos.text()
+    assert chaos.finish() == 0, chaos.text()
     return chaos
 
 
@@ -86,16 +87,16 @@ def test_a_step_that_fails_after_the_buffers_were_updated(tmp_path):
     """On all processes: none has finished the step, and they run it again."""
     own = str(OWN / "normed.py")
     settings = ("model.kind=user", f"model.file={own}", "train.precision=fp16", "train.ema=null")
-    config = DIGITS.replace("steps: 2000", "steps: 80").replace("{kind: cnn}", "{}")
+    config = BRIEF.replace("{kind: cnn}", "{}")
     reference = undisturbed(tmp_path, config, settings)
-    chaos = Chaos(tmp_path, config, settings=settings)
+    chaos = Chaos(tmp_path, config, settings=settings, dawdles=True)
     chaos.start()
-    wait_for_steps(tmp_path / "runs" / "live", 4)
+    wait_for_steps(tmp_path / "runs" / "live", 1)
     before = len(chaos.regrouped())
     for _ in range(chaos.processes):
         chaos.order("fail", "unscaling")
     chaos.wait(lambda: len(chaos.regrouped()) > before, "all")
-    assert chaos.process.wait(200) == 0, chaos.text()
+    assert chaos.finish() == 0, chaos.text()
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 
@@ -103,16 +104,17 @@ LATE = pytest.param(("launch.collective_timeout_seconds=2",), marks=pytest.mark.
 
 
 @pytest.mark.parametrize("settings", [("observe.on_hang=restart",), LATE])
-def test_a_process_that_hangs(tmp_path, plain, settings):
+def test_a_process_that_hangs(tmp_path, settings):
     """Found by the thread that watches, or since the others have waited for longer than collectives may take."""
-    chaos = Chaos(tmp_path, SHORT, settings=("observe.hang_seconds=1.5", *settings))
+    reference = undisturbed(tmp_path, BRIEF)
+    chaos = Chaos(tmp_path, BRIEF, settings=("observe.hang_seconds=1.5", *settings), dawdles=True)
     chaos.start()
-    wait_for_steps(tmp_path / "runs" / "live", 4)
+    wait_for_steps(tmp_path / "runs" / "live", 1)
     chaos.meet("hang-forward")
     chaos.meet("hang-after-step", "kill-forward")  # in the new process group DDP waits, too
-    assert chaos.process.wait(200) == 0, chaos.text()
+    assert chaos.finish() == 0, chaos.text()
     assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
-    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
+    assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 
 ON_GPUS = [
@@ -126,13 +128,13 @@ def test_what_a_lost_collective_leaves_is_not_used(tmp_path, monkeypatch, device
     """Over NCCL it ends without an error: so the processes agree before each update, and after each evaluation."""
     monkeypatch.setenv(OVER_NCCL, "1")
     on_device = (f"run.device={device}",)
-    reference = undisturbed(tmp_path, SHORT, on_device)
-    chaos = Chaos(tmp_path, SHORT, settings=on_device, processes=2)
+    reference = undisturbed(tmp_path, LONG, on_device)
+    chaos = Chaos(tmp_path, LONG, settings=on_device, processes=2, dawdles=True)
     chaos.start()
-    wait_for_steps(tmp_path / "runs" / "live", 4)
+    wait_for_steps(tmp_path / "runs" / "live", 1)
     for phase in ("forward", "optimizer", "ready", "applying", "evaluation", "after-step"):
         chaos.meet(f"kill-{phase}")
-    assert chaos.process.wait(200) == 0, chaos.text()
+    assert chaos.finish() == 0, chaos.text()
     assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
@@ -198,7 +200,7 @@ def test_resized(tmp_path, plain):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "live goes on with 3 processes after one of the next steps\n"
     wait_until(lambda: len(workers(run)) == 3)
-    wait_for_steps(tmp_path / "runs" / "live", 20)
+    wait_for_steps(tmp_path / "runs" / "live", 8)
     assert lockstep(tmp_path, "resize", "runs/live", "2").returncode == 0
     output, _ = run.communicate(timeout=90)
     assert run.returncode == 0, output
@@ -291,9 +293,9 @@ def test_formations_are_plain_text():
 
 @pytest.mark.timeout(300)
 def test_random_faults(tmp_path):
-    config = DIGITS.replace("steps: 2000", "steps: 500")
-    reference, chaos = undisturbed(tmp_path, config), Chaos(tmp_path, config, seed=1)
+    reference, chaos = undisturbed(tmp_path, LONG), Chaos(tmp_path, LONG, seed=1, dawdles=True)
     assert chaos.run(faults=6, pause_seconds=0.3) == 0, (tmp_path / "output.txt").read_text()
+    assert sum(chaos.counts.values()) >= 6, "the run is over too early"
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 

@@ -18,7 +18,7 @@ from lockstep.protocol.live_messages import Exit, MachineState, Position, Worker
 pytestmark = pytest.mark.timeout(300)
 NORMED = OWN / "normed.py"
 CONFIG = DIGITS.replace("{kind: cnn}", f"{{kind: user, file: {NORMED}}}")
-LONG, SHORT = CONFIG.replace("steps: 2000", "steps: 900"), CONFIG.replace("steps: 2000", "steps: 200")
+LONG, SHORT, BRIEF = (CONFIG.replace("steps: 2000", f"steps: {steps}") for steps in (900, 200, 120))
 SHARDED = ("parallel.kind=fsdp", "parallel.replicas=2", "observe.desync_every=10")
 LIVE = ["launch.recovery=live", "launch.processes=4", "run.name=live", *SHARDED]
 FAULTS = [
@@ -33,10 +33,16 @@ def plain(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("plain"), SHORT)
 
 
-def test_faults_change_nothing(tmp_path, plain):
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory):
+    """Of runs that dawdle between faults."""
+    return undisturbed(tmp_path_factory.mktemp("brief"), BRIEF)
+
+
+def test_faults_change_nothing(tmp_path, brief):
     """Of four processes, two of which hold the weights together. One that is lost takes the other one of its replica
     out of the training until it is back."""
-    chaos = Chaos(tmp_path, SHORT, processes=4, settings=SHARDED)
+    chaos = Chaos(tmp_path, BRIEF, processes=4, settings=SHARDED, dawdles=True)
     chaos.start()
     wait_for_steps(tmp_path / "runs" / "live", 1)
     for fault in ("kill-gather", "kill-norm", "kill-ready", "stop-scatter", "kill-writing"):
@@ -44,9 +50,9 @@ def test_faults_change_nothing(tmp_path, plain):
     told = [json.loads(line)["message"] for line in chaos.regrouped()]
     assert any("training goes on; 2 processes now, 1 waits for the rest of a replica" in text for text in told), told
     assert any("2 processes joined; 4 processes now" in text for text in told)
-    assert chaos.process.wait(200) == 0, chaos.text()
+    assert chaos.finish() == 0, chaos.text()
     assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
-    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
+    assert differences(final_state(tmp_path / "runs" / "live"), brief) == []
 
 
 @pytest.mark.soak
@@ -87,33 +93,33 @@ def test_faults_in_every_phase_change_nothing(tmp_path):
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 
-def test_one_process_is_a_step_ahead(tmp_path, plain):
+def test_one_process_is_a_step_ahead(tmp_path, brief):
     """It has updated its weights when the others, which are ready to, lose their connections: they follow it, since the
     state before the step is nowhere whole any more."""
-    chaos = Chaos(tmp_path, SHORT, processes=4, settings=SHARDED)
+    chaos = Chaos(tmp_path, BRIEF, processes=4, settings=SHARDED, dawdles=True)
     chaos.start()
-    wait_for_steps(tmp_path / "runs" / "live", 4)
+    wait_for_steps(tmp_path / "runs" / "live", 1)
     for orders in (3, 4, 1):  # with four all of them run the step again
         before = len(chaos.regrouped())
         for _ in range(orders):
             chaos.order("fail", "ready")
         chaos.wait(lambda before=before: len(chaos.regrouped()) > before, orders)
-    assert chaos.process.wait(200) == 0, chaos.text()
-    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
+    assert chaos.finish() == 0, chaos.text()
+    assert differences(final_state(tmp_path / "runs" / "live"), brief) == []
 
 
-def test_the_last_copy_of_a_part_is_lost(tmp_path, plain):
+def test_the_last_copy_of_a_part_is_lost(tmp_path, brief):
     """The run starts again from its newest checkpoint, on all processes."""
-    (tmp_path / "c.yaml").write_text(SHORT)
-    run = started(tmp_path, "train", "c.yaml", *LIVE, "checkpoint.every_steps=20")
-    wait_for_steps(tmp_path / "runs" / "live", 24)
+    (tmp_path / "c.yaml").write_text(BRIEF)
+    run = started(tmp_path, "train", "c.yaml", *LIVE, "checkpoint.every_steps=10")
+    wait_for_steps(tmp_path / "runs" / "live", 8)
     for process in workers(run)[1::2]:
         process.kill()
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
     assert "no process is left that holds part 2 of 2 of the training state" in output
     assert "Starting again on 4 processes from step-" in output
-    assert summary(tmp_path, "live")["digest"] == plain[0]
+    assert summary(tmp_path, "live")["digest"] == brief[0]
 
 
 @pytest.mark.matrix

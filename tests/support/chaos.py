@@ -6,12 +6,12 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import faulty_lockstep
 import psutil
 import torch
 import warm
@@ -19,9 +19,6 @@ from running import need_forks
 
 from lockstep.checkpoint import layout, reader
 
-HERE = pathlib.Path(__file__).parent
-BEFORE_TORCH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""What `lockstep train` sets before it imports torch, and faulty_lockstep.py cannot."""
 RARE = ("rendezvous", "connecting", "sending", "receiving", "placing")
 """Phases that come only after another fault."""
 OFTEN = ("forward", "shared-memory", "buffers", "optimizer", "agreement", "after-step")
@@ -44,6 +41,8 @@ class Chaos:
     processes: int = 3
     spares: int = 0
     often: tuple = OFTEN
+    dawdles: bool = False
+    """Whether its steps wait until the last fault, so that a few of them last for many faults."""
     counts: Counter = field(default_factory=Counter)
     """(kind, phase) -> how often a process took such an order."""
     number: int = 0
@@ -59,24 +58,15 @@ class Chaos:
     def start(self):
         need_forks()
         self.orders.mkdir(exist_ok=True)
+        if self.dawdles:
+            (self.orders / faulty_lockstep.DAWDLE).touch()
         (self.folder / "c.yaml").write_text(self.config)
-        command = [
-            sys.executable,
-            str(HERE / "faulty_lockstep.py"),
-            str(self.orders),
-            "train",
-            "c.yaml",
-            "run.name=live",
-        ]
+        command = ["faulty_lockstep", self.orders, "train", "c.yaml", "run.name=live"]
         command += ["launch.recovery=live", f"launch.processes={self.processes}", f"launch.spares={self.spares}"]
         command += ["launch.max_restarts=1000"]
         with open(self.folder / "output.txt", "a") as output:
-            self.process = subprocess.Popen(
-                [*command, *self.settings],
-                cwd=self.folder,
-                env={**os.environ, **BEFORE_TORCH},
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            self.process = warm.Popen(
+                [*command, *self.settings], cwd=self.folder, stdout=output, stderr=subprocess.STDOUT
             )
 
     def workers(self):
@@ -143,6 +133,11 @@ class Chaos:
         whole = f"{self.processes} processes now"
         self.wait(lambda: len(lines := self.regrouped()) > before and whole in lines[-1], names)
 
+    def finish(self):
+        """No more faults: wait for the run's end -> its exit code."""
+        (self.orders / faulty_lockstep.DAWDLE).unlink(missing_ok=True)
+        return self.process.wait(300)
+
     def regrouped(self):
         history = (self.folder / "runs" / "live" / "history.jsonl").read_text()
         return [line for line in history.splitlines() if '"regrouped"' in line]
@@ -187,7 +182,7 @@ class Chaos:
             if self.process.poll() is None:
                 self.fault()
         try:
-            return self.process.wait(300)
+            return self.finish()
         finally:
             if self.process.poll() is None:
                 self.end()

@@ -1,4 +1,4 @@
-"""`lockstep`, whose training processes meet faults: `python faulty_lockstep.py FOLDER train c.yaml ...`.
+"""`lockstep`, whose training processes meet faults: `warm.run(["faulty_lockstep", FOLDER, "train", "c.yaml", ...])`.
 
 Workers are forked from this process, and so have its changes: before each phase of a step they look into FOLDER for an
 order, a file named KIND-PHASE-NUMBER. The first process that finds one of its phase takes it, and kills or stops itself, hangs, or
@@ -8,7 +8,6 @@ fails after the phase as if a connection were lost.
 import os
 import pathlib
 import signal
-import sys
 import threading
 import time
 
@@ -52,9 +51,13 @@ PHASES = {
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
 HANG, FAIL = "hang", "fail"
+DAWDLE, DAWDLE_SECONDS = "dawdle", 0.1
+"""A file in FOLDER, and for how long each step waits while it is there."""
 
 
 def meet(folder, phase):
+    if phase == "after-step" and (folder / DAWDLE).exists():
+        time.sleep(DAWDLE_SECONDS)
     for name in os.listdir(folder):
         kind, _, rest = name.partition("-")
         if kind in {*SIGNALS, HANG, FAIL} and rest.rpartition("-")[0] == phase:
@@ -83,7 +86,8 @@ def install(folder):
         setattr(owner, name, faulty)
 
 
-if __name__ == "__main__":
-    install(pathlib.Path(sys.argv[1]).resolve())
+def run(words):
+    folder, *rest = words
+    install(pathlib.Path(folder).resolve())
     assert threading.active_count() == 1
-    _app.app(sys.argv[2:])
+    _app.app(rest)

@@ -26,6 +26,7 @@ import psutil
 import lockstep
 from lockstep import __main__
 from lockstep.launch.elastic.fork_server import _end
+from lockstep.protocol.environment import CPP_LOG_LEVEL
 
 PRELOADED = (
     "lockstep.cli.train",
@@ -62,7 +63,7 @@ class Server:
         if self.process is None:
             self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             line = [sys.executable, __file__, str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", CPP_LOG_LEVEL: "ERROR"}
             self.process = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environment)
             theirs.close()
         socket.send_fds(self.socket, [pickle.dumps(request)], descriptors)
@@ -103,8 +104,8 @@ server = Server()
 
 
 class Popen(subprocess.Popen):
-    """As subprocess.Popen([sys.executable, "-m", *words]) for `lockstep` and modules that have run(); `ip netns exec
-    NAME` may stand before the words."""
+    """As subprocess.Popen([sys.executable, "-m", *words]) for `lockstep` and modules that have run(), also those beside
+    this one; `ip netns exec NAME` may stand before the words."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = others[:9]
@@ -205,9 +206,9 @@ def _command(descriptors, words, folder, environment, targets, start_new_session
     if words[:3] == ["ip", "netns", "exec"]:
         _enter_network(words[3])
         words = words[4:]
-    sys.path[0] = folder  # as with -m; it was the folder of this file
     sys.argv = [__main__.__file__, *words[1:]]
     if words[0] == "lockstep":
+        del sys.path[0]  # as with -m; it was the folder of this file
         __main__.main()
     importlib.import_module(words[0]).run(words[1:])
 
