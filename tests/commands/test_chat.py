@@ -114,6 +114,7 @@ def test_the_day_of_the_first_start_is_kept(folder, monkeypatch):
     def trained(name, *settings, zone="Etc/GMT-14", code=0, tokenizer="dated"):
         more = [
             "launch.processes=1",
+            "evaluate.sample_tokens=0",
             "schedule.shape=constant",
             "data.cache=cache",
             f"data.tokenizer={folder / tokenizer}",
@@ -245,12 +246,14 @@ def test_what_is_asked_begins_what_was_learned(folder, seam, is_llama):
         inner.decoder = decoders.Sequence(
             [decoders.ByteLevel(), decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)]
         )
-    for first, second in ((first, second) for first in SAID for second in SAID[:4]):
-        answers = [{"role": "assistant", "content": each} for each in (first, second)]
-        chat = [ASK, answers[0], THANK, answers[1]]
-        (ids,) = tokenizer([json.dumps(chat)])
+    pairs = [(first, second) for first in SAID for second in SAID[:4]]
+    answers = {each: {"role": "assistant", "content": each} for each in SAID}
+    rows = tokenizer([json.dumps([ASK, answers[first], THANK, answers[second]]) for first, second in pairs])
+    at_first = tokenizer.prompt([ASK])
+    then = {each: tokenizer.prompt([ASK, answers[each], THANK]) for each in SAID}
+    for (first, second), ids in zip(pairs, rows, strict=True):
         every = ids_of(ids).tolist()
-        asked = tokenizer.prompt(chat[:1]), tokenizer.prompt(chat[:3])
+        asked = at_first, then[first]
         assert all(every[: len(each)] == each for each in asked), (first, second)
         learned = [ids[len(each) :].tolist() for each in asked]
         assert all(row[0] >= 0 for row in learned if first and second), "its first token is learned"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from members import further
 from PIL import Image
-from running import typed
+from running import lockstep
 
 from lockstep.base import plugins, trust
 
@@ -71,13 +71,13 @@ def trained(folder, files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "c.yaml").write_text("data: {kind: digits}\nmodel: {kind: user, file: net.py}\n")
-    done = typed(folder, "train", "c.yaml", *SETTINGS)
+    done = lockstep(folder, "train", "c.yaml", *SETTINGS)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "a"
 
 
 def predicted(folder, model):
-    done = typed(folder, "predict", str(model), "pictures", "--out", f"{model.name}.jsonl", "--trust-code")
+    done = lockstep(folder, "predict", str(model), "pictures", "--out", f"{model.name}.jsonl", "--trust-code")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / f"{model.name}.jsonl").read_text().splitlines()]
 
@@ -93,7 +93,7 @@ def test_modules_beside_the_file_go_along(tmp_path):
         Image.fromarray(pixels).save(elsewhere / "pictures" / f"{seed}.png")
     before = predicted(elsewhere, run)
     for kind in ("pretrained", "onnx"):
-        done = typed(own, "export", "runs/a", f"export.kind={kind}", "--to", str(elsewhere / kind))
+        done = lockstep(own, "export", "runs/a", f"export.kind={kind}", "--to", str(elsewhere / kind))
         assert done.returncode == 0, done.stderr
         code = {path.relative_to(elsewhere / kind).as_posix() for path in (elsewhere / kind).rglob("*.py")}
         assert code - {"loader.py"} == FILES.keys() - {"unused.py"}
@@ -132,7 +132,7 @@ def build(options, spec):
 )
 def test_what_cannot_go_along_is_refused(tmp_path, beside, first, reason):
     run = trained(tmp_path, {beside: "", "net.py": first + SMALL})
-    done = typed(tmp_path, "export", str(run))
+    done = lockstep(tmp_path, "export", str(run))
     assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert "absolute path" in done.stderr and not (run / "export").exists()
 

@@ -32,7 +32,7 @@ def test_pulse(config):
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"rank 1 (process {victim.pid}) was killed (SIGKILL" in output
-    again = typed(config, *arguments)
+    again = lockstep(config, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed after step" in again.stdout
     assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
@@ -49,7 +49,7 @@ def test_pulse(config):
     assert exported.stderr == ""
     weights = load_file(config / "runs" / "killed" / "export" / "model.safetensors")
     assert weights["head.fc2.weight"].shape == (10, 128)
-    one = typed(config, "export", "runs/whole", "export.kind=state_dict", "export.file=digits.pt", "--to", "out")
+    one = lockstep(config, "export", "runs/whole", "export.kind=state_dict", "export.file=digits.pt", "--to", "out")
     assert one.returncode == 0, one.stderr
     loaded = torch.load(config / "out" / "digits.pt", weights_only=True)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import warm
@@ -81,8 +79,7 @@ def test_settings_that_are_named_exist(page):
 
 def test_readmes_config_is_one(tmp_path):
     (tmp_path / "c.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
-    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "--dry-run", "--verbose"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = warm.run(["lockstep", "train", "c.yaml", "--dry-run", "--verbose"], cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "epochs: 20" in done.stdout
 

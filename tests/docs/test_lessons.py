@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from places import ROOT
+from running import lockstep
 
 LESSONS = sorted((ROOT / "lessons").glob("*.py"))
 PAGES = ROOT / "docs" / "lessons"
@@ -74,14 +75,13 @@ def test_processes_under_torchrun(tmp_path):
 
 
 def test_the_command_lists_and_runs_them(tmp_path):
-    listed = run(tmp_path, "-m", "lockstep", "learn")
+    listed = lockstep(tmp_path, "learn").stdout
     assert [int(number) for number in re.findall(r"│ (\d+) +│", listed)] == [int(each.stem[:2]) for each in LESSONS]
     lesson = ROOT / "lessons" / "12_metrics.py"
     assert run(tmp_path, "-m", "lockstep", "learn", "12").partition("\n")[2] == blocks(lesson, "text")[0]
-    assert "mp.spawn" in run(tmp_path, "-m", "lockstep", "learn", "12", "--show")
-    wrong = subprocess.run(
-        [sys.executable, "-m", "lockstep", "learn", "99"], capture_output=True, text=True, timeout=60
-    )
+    shown = lockstep(tmp_path, "learn", "12", "--show")
+    assert (shown.returncode, shown.stderr) == (0, "") and "mp.spawn" in shown.stdout
+    wrong = lockstep(tmp_path, "learn", "99")
     assert (wrong.returncode, wrong.stdout) == (2, "") and wrong.stderr.startswith(
         "there is no lesson 99: there are 1, 2, 3, 4, 5,"
     )

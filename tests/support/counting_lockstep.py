@@ -1,9 +1,9 @@
-"""`lockstep`, which counts what a training step, and a micro-batch of an evaluation, would wait for a GPU for: `python
-counting_lockstep.py waits.json train c.yaml ...`. Workers are forked from this process, and so have its change."""
+"""`lockstep`, which counts what a training step, and a micro-batch of an evaluation, would wait for a GPU for:
+`warm.run(["counting_lockstep", "waits.json", "train", "c.yaml", ...])`. Workers are forked from this process, and so
+have its change."""
 
 import json
 import os
-import sys
 import threading
 import traceback
 from collections import Counter
@@ -68,11 +68,11 @@ def counting(function, file, is_counted=lambda *_: True):
     return counted
 
 
-if __name__ == "__main__":
+def run(words):
     replicated.large_embeddings = lambda _: []  # as on a GPU
-    written = sys.argv[1]
+    written, *words = words
     loop.step = counting(loop.step, written, lambda state, *_: state.step >= FIRST_STEP)
     for owner, name in ((evaluation, "_forward"), (evaluation.SplitTotals, "measure")):  # after such a step
         setattr(owner, name, counting(getattr(owner, name), written, lambda *_: os.path.exists(written)))
     assert threading.active_count() == 1
-    _app.app(sys.argv[2:])
+    _app.app(words)
