@@ -13,12 +13,14 @@ from lockstep.base.errors import ModelError
 from lockstep.models import _causal_lm as causal_lm
 
 SETTINGS = ["train.steps=8", "train.global_batch=8", "train.micro_batch=2", "optim.lr=0.003", "observe.log_every=1"]
+SILENT = "evaluate.sample_tokens=0"
+"""Texts take longer to write than such a model to train; test_generation.py compares them."""
 VARIANTS = {
     "one": ["launch.processes=1"],
-    "two": ["launch.processes=2"],
-    "three": ["launch.processes=3"],
-    "fsdp": ["launch.processes=2", "parallel.kind=fsdp"],
-    "pipeline": ["launch.processes=2", "parallel.kind=pipeline"],
+    "two": ["launch.processes=2", SILENT],
+    "three": ["launch.processes=3", SILENT],
+    "fsdp": ["launch.processes=2", "parallel.kind=fsdp", SILENT],
+    "pipeline": ["launch.processes=2", "parallel.kind=pipeline", SILENT],
 }
 MODELS = {
     "gpt2": ["two", "fsdp"],  # tied, with dropout
@@ -126,7 +128,7 @@ def test_plain_transformers_measures_the_same_on_the_export(folder, kind, monkey
 def test_a_config_alone_starts_with_random_weights(folder, tmp_path, other):
     """The same on every cluster, of the data's vocabulary, and without the special tokens of another tokenizer."""
     config_of("llama", pad_token_id=7, tie_word_embeddings=False).save_pretrained(tmp_path)
-    own = ["model.from_config=true", f"model.name={tmp_path}", "data.tokenizer=bytes", *SETTINGS]
+    own = ["model.from_config=true", f"model.name={tmp_path}", "data.tokenizer=bytes", SILENT, *SETTINGS]
     found = {
         variant: train(folder, f"new-{other}-{variant}", "llama.yaml", *own, *VARIANTS[variant])
         for variant in ("one", other)

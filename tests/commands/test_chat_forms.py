@@ -286,7 +286,7 @@ def test_a_chat_that_the_template_refuses_is_named_or_left_out(configured):
 @pytest.mark.parametrize("documents", ["joined", "apart"])
 def test_split_chats_give_the_same_bits(configured, documents):
     """On any number of processes, and those of files in which each answer is a chat of its own."""
-    many, rows = [ASK, THINK, THANK, PLAIN], [{"messages": [ASK, THINK, THANK, PLAIN], "id": n} for n in range(60)]
+    many, rows = [ASK, THINK, THANK, PLAIN], [{"messages": [ASK, THINK, THANK, PLAIN], "id": n} for n in range(24)]
     alone = [{"messages": part} for _ in rows for part in ([*many[:2]], [*many[:2], many[2], many[3]])]
     for row in alone[1::2]:
         row["messages"] = [row["messages"][0], row["messages"][1] | {"train": False}, *row["messages"][2:]]
@@ -316,7 +316,7 @@ def test_split_chats_give_the_same_bits(configured, documents):
         found[name] = summary(configured, name)["digest"], told(done)
     assert len({digest for digest, _ in found.values()}) == 1
     for text in (text for name, (_, text) in found.items() if name.startswith("many")):
-        assert text.count("60 chats are learned as 120 samples") == 1 == text.count(" chats are learned as "), text
+        assert text.count("24 chats are learned as 48 samples") == 1 == text.count(" chats are learned as "), text
         assert "have more than data.context=16 tokens" in text, text
 
 

@@ -1,21 +1,14 @@
 """A process is killed at every file operation of a save: a whole checkpoint is found, and the run ends with its bits."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from places import SUPPORT
-
-SCRIPT = SUPPORT / "crashing.py"
+import warm
 
 
 def tried(folder, world, victim, every=1):
     """One of `every` points, as crashing.py tells it, and the digest of the run that was not killed."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(world), str(victim), str(every)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment, check=False)
+    done = warm.run(["crashing", folder, world, victim, every], timeout=550)
     assert done.returncode == 0, done.stderr
     *points, last = [json.loads(line) for line in done.stdout.splitlines()]
     print(f"{len(points)} points tried, W = {world}, rank {victim} killed")  # noqa: T201
@@ -34,7 +27,7 @@ def check(points, digest):
 
 
 def test_killed_at_some_file_operations(tmp_path):
-    points, digest = tried(tmp_path, 1, 0, every=5)
+    points, digest = tried(tmp_path, 1, 0, every=8)
     check(points, digest)
     assert len(points) > 5
 

@@ -1,10 +1,9 @@
 """Kills a training process at every file operation of a save, one after the other; each time the run is resumed.
 
-python crashing.py FOLDER WORLD VICTIM EVERY: prints a line of JSON per point tried, one of EVERY. Processes are forked from this one, in
-which everything has been imported once.
+warm.run(["crashing", FOLDER, WORLD, VICTIM, EVERY]) prints a line of JSON per point tried, one of EVERY. Processes are
+forked from this one, in which everything has been imported once.
 """
 
-import importlib
 import io
 import json
 import os
@@ -18,13 +17,6 @@ from lockstep.checkpoint import verify
 from lockstep.run import worker
 from lockstep.training.saving import Saving
 
-for slow in (
-    "sklearn.datasets",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torchmetrics.classification",
-):
-    importlib.import_module(slow)  # once, not in every process that is forked from here
 STEPS = 4
 SETTINGS = ["data: {kind: digits, limit: 40}", "observe: {sinks: [jsonl], log_every: 1}", "parallel: {kind: ddp}"]
 SETTINGS += ["checkpoint: {every_steps: 1, keep: 1}", "evaluate: {every_epochs: null, micro_batch: 400}"]
@@ -135,7 +127,7 @@ def forked(config, rank, world, port, before=lambda: None):
     return process
 
 
-def run(config, world, victim=None, last=0):
+def trained(config, world, victim=None, last=0):
     """Train on so many processes -> exit statuses; one of them dies at its n-th file operation."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -156,11 +148,11 @@ def point(folder, world, victim, last):
     settings = [line.replace("MODEL", f"{folder}/model.py") for line in SETTINGS]
     config.write_text("\n".join([f"run: {{dir: {folder}/runs, name: a}}", *settings]))
     start = time.monotonic()
-    statuses = run(config, world, victim, last)
+    statuses = trained(config, world, victim, last)
     if statuses[victim] == 0:
         return {"undisturbed": json.loads((folder / "runs" / "a" / "summary.json").read_text())["digest"]}
     whole = verify.newest(folder / "runs" / "a" / "checkpoints", lambda *_: None)
-    after = run(config, world) if whole else [-1]
+    after = trained(config, world) if whole else [-1]
     summary = json.loads((folder / "runs" / "a" / "summary.json").read_text()) if not any(after) else {}
     steps = [json.loads(line)["step"] for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -185,5 +177,6 @@ def main(folder, world, victim, every):
             return
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run(words):
+    main(*words)
+    sys.exit()
