@@ -14,7 +14,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch.distributed as dist
-from chaos import DIGITS, differences, final_state, undisturbed
+from chaos import DIGITS, Chaos, differences, final_state, undisturbed
 from running import family, started, wait_for_steps, workers
 from torch.distributed import DistError
 
@@ -23,7 +23,7 @@ from lockstep.core.distributed.authenticated_group import authenticate
 from lockstep.protocol.live_messages import PATIENCE
 from lockstep.protocol.store_client import connected
 
-CONFIG = DIGITS.replace("steps: 2000", "steps: 300")
+CONFIG, BRIEF = (DIGITS.replace("steps: 2000", f"steps: {steps}") for steps in (300, 100))
 SECRET = ".secret"
 HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
 """What a client of torch's TCPStore says first."""
@@ -153,9 +153,10 @@ def test_processes_prove_to_each_other_that_they_know_the_secret(free_port, othe
 
 
 def test_nonsense_changes_nothing(tmp_path):
-    reference, chance, kept, tried = undisturbed(tmp_path, CONFIG), random.Random(3), [], 0
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    run = started(tmp_path, "train", "c.yaml", "launch.recovery=live", "launch.processes=3", "run.name=live")
+    reference, chance, kept, tried = undisturbed(tmp_path, BRIEF), random.Random(3), [], 0
+    chaos = Chaos(tmp_path, BRIEF, dawdles=True)
+    chaos.start()
+    run = chaos.process
     wait_for_steps(tmp_path / "runs" / "live", 1)
     while tried < ATTEMPTS and run.poll() is None:
         for address in listeners(run):
@@ -165,8 +166,8 @@ def test_nonsense_changes_nothing(tmp_path):
             with suppress(psutil.Error, IndexError):
                 workers(run)[-1].kill()
         time.sleep(0.05)
-    output, _ = run.communicate(timeout=90)
+    code = chaos.finish()
     for client in kept:
         client.close()
-    assert run.returncode == 0 and tried >= ATTEMPTS, output
+    assert code == 0 and tried >= ATTEMPTS, chaos.text()
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []

@@ -6,19 +6,18 @@ is planned only (--dry-run).
 
 import itertools
 import os
-import pathlib
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import typer
 import warm
 import yaml
 from data_files import write_mnist
+from exporting import text_case
 from pages import PAGES, ROOT, blocks
 from PIL import Image
 
@@ -107,8 +106,11 @@ def prepared(tmp_path_factory, minilm):
     (images / "prompts.csv").write_text("prompt\nThe\n")
     for name in ("new.csv", "reviews.csv", "train.csv"):
         (texts / name).write_text(NEWS)
+    text_case(texts / "tiny", minilm)
     files = "data: {kind: files, train: train.csv, test: new.csv, text_column: body, label_column: topic}\n"
-    (texts / "c.yaml").write_text(f"{files}model: {{kind: transformer, name: {minilm}}}\ntrain: {{steps: 2}}\n")
+    (texts / "c.yaml").write_text(
+        f"{files}model: {{kind: transformer, name: {texts}/tiny, max_length: 32}}\ntrain: {{steps: 2}}\n"
+    )
     lockstep(texts, "train", "c.yaml", "run.name=NAME")
     lockstep(texts, "export", "runs/NAME")
     return images, texts
@@ -142,8 +144,7 @@ def test_commands_run(page, prepared, tmp_path):
 
 
 def serve(folder, words):
-    command = [str(pathlib.Path(sys.executable).with_name("lockstep")), "serve", *words]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+    with warm.Popen(["lockstep", "serve", *words], cwd=folder, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert "http://127.0.0.1:" in next(line for line in server.stdout if "http" in line)
         finally:
