@@ -31,6 +31,7 @@ from lockstep.recipe.splits import open_splits
 VOCABULARY, CONTEXT = 320, 24
 APART = "data.documents=apart"
 SHORT = ["train.steps=6", "train.global_batch=10", "train.micro_batch=2", "optim.lr=0.01", "observe.log_every=1"]
+SHORT.append("evaluate.sample_tokens=0")
 CHAT = "user: useuseuse\nassistant: assassass\0\n"  # with an end token
 CLUSTERS = {
     "one": ["launch.processes=1"],

@@ -298,11 +298,11 @@ def test_sigterm_is_graceful_with_loader_workers_too(folder):
 
 
 def test_a_time_limit_is_kept(folder):
-    done = train(folder, "slow", "train.max_minutes=0.3", "train.epochs=100")
+    done = train(folder, "slow", "train.max_minutes=0.15", "train.epochs=100")
     assert done.returncode == 75, done.stdout + done.stderr
     facts = summary(folder, "a")
     assert facts["status"] == "interrupted"
-    assert f"stopped since train.max_minutes=0.3 are over after step {facts['steps']}" in done.stderr
+    assert f"stopped since train.max_minutes=0.15 are over after step {facts['steps']}" in done.stderr
     assert "go on with: lockstep train" in done.stderr
     assert (folder / "runs" / "a" / "checkpoints" / f"step-{facts['steps']:09}" / "manifest.json").exists()
 

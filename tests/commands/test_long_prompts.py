@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     LlamaForCausalLM(settings).save_pretrained(folder / "base")
     (folder / "t.txt").write_text("\n".join(f"{LONG} {WORDS} {number}" for number in range(20)))
     (folder / "w.txt").write_text(f"{WORDS}\n" * 200)
-    train = "train: {steps: %d, global_batch: 8, micro_batch: 8}\noptim: {lr: 0.01}\n"
+    train = "train: {steps: %d, global_batch: 8, micro_batch: 8}\noptim: {lr: 0.01}\nevaluate: {sample_tokens: 0}\n"
     (folder / "llama.yaml").write_text(
         f"data: {{kind: text, train: t.txt, context: {CONTEXT}}}\nmodel: {{kind: causal_lm, name: base}}\n{train % 3}"
     )
