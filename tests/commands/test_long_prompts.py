@@ -124,8 +124,8 @@ def test_a_server_tells_so(folder):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_predict_tells_so(folder, processes):
-    """With a pool of processes as in one."""
-    rows = [LONG, "the fox", LONG] * (1 if processes == 1 else 400)
+    """With a pool of processes, each of which gets rows, as in one."""
+    rows = [LONG, "the fox", LONG] * (1 if processes == 1 else 200)
     with (folder / "p.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], *([row] for row in rows)])
     out = f"o{processes}.csv"
