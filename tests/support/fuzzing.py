@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import warm
 
 SECONDS = 60.0
 """For one input, unless told otherwise: an answer takes a fraction of a second, but the machine may be busy."""
@@ -27,14 +28,8 @@ MEMORY_BYTES = 6 << 30
 """That a process may map beyond what the warm one has: what reads /dev/zero to its end fails, and is a traceback."""
 GOOD = ("message", "done")
 KINDS = (*GOOD, "traceback", "silent", "hang", "executed")
-SLOW = (
-    "lockstep.cli._app",
-    "lockstep.run.worker",
-    "pyarrow.csv",
-    "pyarrow.parquet",
-    "PIL.Image",
-    "torchmetrics.classification",
-)
+MORE = ("pyarrow.csv", "pyarrow.parquet", "PIL.Image")
+"""To be imported beside what any command needs."""
 CANARY = "executed"
 """A file that code in an input would make, in the folder of the input."""
 TRACEBACK = re.compile(r"^\s*(Traceback \(most recent call last\)|Fatal Python error|Exception ignored )", re.MULTILINE)
@@ -120,10 +115,10 @@ class Commands:
 
 def _serve(pipe):
     """The warm process: fork for every input, wait, and kill what is left of it."""
-    warnings.filterwarnings("ignore")
     os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "400", "OMP_NUM_THREADS": "1"})
-    for name in SLOW:
+    for name in MORE:
         importlib.import_module(name)
+    warm.import_all()
     while True:
         try:
             what, args, folder, seconds = pickle.loads(pipe.recv_bytes())

@@ -147,8 +147,8 @@ def run(words, *, timeout, **options):
 # ---- in the warm process
 
 
-def _serve(pipe):
-    """Fork for every request, and send every exit code."""
+def import_all():
+    """Import what commands need, before the first of them is forked."""
     warnings.filterwarnings("ignore")
     for name in PRELOADED:
         importlib.import_module(name)
@@ -160,6 +160,11 @@ def _serve(pipe):
         finalizer.atexit = False  # torch's would take a twentieth of a command's time
     gc.collect()
     gc.freeze()  # else the first collection in each command would copy all of this memory
+
+
+def _serve(pipe):
+    """Fork for every request, and send every exit code."""
+    import_all()
     running = {}
     while True:
         for ready in select.select([pipe, *running], [], [])[0]:
