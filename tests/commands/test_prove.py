@@ -4,17 +4,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
+import warm as warm_process
 from proofs import proof_of
 from running import left_of
 
 from lockstep.tools.prove.proving import half_time
 
-PROVE = [sys.executable, "-m", "lockstep", "prove", "c.yaml"]
+PROVE = ["lockstep", "prove", "c.yaml"]
 MODEL = """
 import math
 import numpy as np
@@ -101,7 +101,7 @@ def own(odd, *extra):
 
 def prove(folder, *arguments, code):
     """Run the command to its end -> what it printed; nothing may be left of its runs."""
-    done = subprocess.run([*PROVE, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
+    done = warm_process.run([*PROVE, *arguments], cwd=folder, env=environment(folder), timeout=500)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     nothing_is_left(folder)
@@ -225,16 +225,15 @@ def test_a_run_that_fails_is_repeated(folder):
     """The user's own error, with its traceback, is what is shown."""
     file = folder / "my_model.py"
     file.write_text(MODEL.replace("return x - x.mean(0)", "raise ValueError('no such thing')"))
-    done = subprocess.run(
-        [*PROVE, *own("batch"), "--only", "worlds"], cwd=folder, env=environment(folder), capture_output=True, text=True
-    )
+    words = [*PROVE, *own("batch"), "--only", "worlds"]
+    done = warm_process.run(words, cwd=folder, env=environment(folder), timeout=160)
     assert done.returncode == 1
     assert "ValueError: no such thing" in done.stderr and "run world-1 on 1 process" in done.stderr
     nothing_is_left(folder)
 
 
 def test_a_signal_ends_all_runs_and_leaves_nothing(folder):
-    process = subprocess.Popen(
+    process = warm_process.Popen(
         [*PROVE, "--only", "worlds", "--steps", "100000"],
         cwd=folder,
         env=environment(folder),

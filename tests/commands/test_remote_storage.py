@@ -1,14 +1,13 @@
 """Data, exports and copies of checkpoints in an object store, against a real server of its API, with real kills."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+import warm
 from object_server import BUCKET, object_store
 from running import family, lockstep, started, summary, wait_for_steps
 from typer.testing import CliRunner
@@ -116,17 +115,18 @@ def test_a_copy_is_made_once_and_again_after_a_change(store, tmp_path):
 def test_a_killed_copy_goes_on_with_the_files_that_are_missing(store, tmp_path):
     for number in range(200):
         store.put(f"many/{number:03}.bin", bytes([number]) * 5)
-    script = f"""
-import os, sys
+    (tmp_path / "copying.py").write_text(f"""
+import os
 from pathlib import Path
 from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage
 def progress(done, total):
     if done >= 500:
         os.kill(os.getpid(), 9)
-remote_storage.local_copy(RemotePath("{at("many")}"), Path(sys.argv[1]), progress)
-"""
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=100)
+def run(words):
+    remote_storage.local_copy(RemotePath("{at("many")}"), Path(words[0]), progress)
+""")
+    done = warm.run(["copying", tmp_path], cwd=tmp_path, timeout=100)
     assert done.returncode == -signal.SIGKILL
     assert len(store.downloads()) == 128
     copy = remote_storage.local_copy(at("many"), tmp_path)
@@ -159,8 +159,8 @@ def test_a_key_beside_keys_below_it_is_said_in_a_line(store, tmp_path):
                 RemoteStorageError, match=f"holds {names[0]} more than once, or as a file beside a folder"
             ):
                 copied(at(place), tmp_path / place)
-        done = lockstep(tmp_path, "serve", str(at(place)))
-        assert (done.returncode, "Traceback" in done.stderr) == (2, False) and "rename or remove one" in done.stderr
+    done = lockstep(tmp_path, "serve", str(at(place)))
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False) and "rename or remove one" in done.stderr
     for name in ("made/", "made/x/", "made/x/y"):
         store.put(name, b"1" * name.endswith("y"))
     assert files_of(remote_storage.local_copy(at("made"), tmp_path)) == {"x/y": b"1"}
@@ -231,6 +231,7 @@ def test_training_on_remote_data_gives_the_bits_of_local_data(store, tmp_path):
         "data": {"kind": "text", "context": 16, "cache": "cache"},
         "model": {"kind": "gpt", "layers": 1, "width": 16, "heads": 2},
         "train": {"steps": 4, "global_batch": 16, "micro_batch": 8},
+        "evaluate": {"sample_tokens": 0},
     }
     (tmp_path / "c.yaml").write_text(json.dumps(sections))
     for name, place, processes in (("near", "train.txt", 1), ("far", f"{at('texts/train.txt')}", 2)):
@@ -278,8 +279,8 @@ def _images(folder):
 
 def test_a_killed_upload_leaves_no_export_and_is_repeated(store, run, tmp_path):
     store.holds = ".safetensors"
-    line = [sys.executable, "-m", "lockstep", "export", str(run), "--to", str(at("killed"))]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = warm.Popen(["lockstep", "export", run, "--to", at("killed")], **pipes)
     assert store.held.wait(90), process.communicate(timeout=10)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=20)
@@ -391,7 +392,7 @@ def test_a_mirror_that_refuses_is_a_warning_and_one_that_would_be_overwritten_an
 
 
 def test_copies_that_fail_do_not_end_a_run(store, tmp_path):
-    command = started(tmp_path, *mirrored(tmp_path, "train.steps=400", "checkpoint.every_steps=200"))
+    command = started(tmp_path, *mirrored(tmp_path, "train.steps=200", "checkpoint.every_steps=100"))
     wait_for_steps(tmp_path / "runs" / "a", 1)
     store.refuses = True
     output, _ = command.communicate(timeout=100)

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import weakref
@@ -208,6 +209,7 @@ def _command(descriptors, words, folder, environment, targets, start_new_session
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
+    tempfile.tempdir = None  # that of these variables
     if words[:3] == ["ip", "netns", "exec"]:
         _enter_network(words[3])
         words = words[4:]

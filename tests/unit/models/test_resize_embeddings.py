@@ -28,7 +28,7 @@ LM = {
     "llama": SIZES,
     "opt": {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16},
 }
-SHORT = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "optim.lr=0.01", "observe.log_every=1"]
+SHORT = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "optim.lr=0.01", "evaluate.sample_tokens=0"]
 
 
 def saved(folder, auto_class, kind, **sizes):
