@@ -13,6 +13,7 @@ data: {kind: text, context: 64}
 model: {kind: gpt, layers: 2, width: 64, heads: 2}
 train: {steps: 60, global_batch: 16, micro_batch: 8}
 optim: {lr: 0.01}
+evaluate: {sample_tokens: 0}
 """
 
 

@@ -28,6 +28,7 @@ def server(tmp_path_factory):
         "model": {"kind": "gpt", "layers": 2, "width": 32, "heads": 2},
         "train": {"steps": 120, "global_batch": 16, "micro_batch": 16},
         "optim": {"lr": 0.01},
+        "evaluate": {"sample_tokens": 0},
         "launch": {"processes": 1},
     }
     (folder / "c.yaml").write_text(json.dumps(config))

@@ -33,6 +33,7 @@ GPT = {
     "model": {"kind": "gpt", "layers": 2, "width": 32, "heads": 2},
     "train": {"steps": 20, "global_batch": 16, "micro_batch": 8},
     "optim": {"lr": 0.01},
+    "evaluate": {"sample_tokens": 0},
     "launch": {"processes": 1},
 }
 PIXELS = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import warm
 from places import ROOT
 from running import wait_for_steps
 
@@ -16,15 +17,16 @@ from lockstep.base.contracts import DataSpec
 from lockstep.core.numerics.digest import digest as digest_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+FORKED = ()
+"""Stands for `python` where a test is not about how a script starts."""
 DIGITS = ["--data", "digits", "--num_samples", "300", "--batch_size", "16", "--seed", "3"]
 
 
 def started(folder, script, *words, launcher=(sys.executable,)):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [*launcher, ROOT / "scripts" / script, *map(str, words)]
-    return subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, **pipes
-    )
+    opened = warm.Popen if launcher == FORKED else subprocess.Popen
+    return opened(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, **pipes)
 
 
 def ran(folder, script, *words, code=0, launcher=(sys.executable,)):
@@ -60,7 +62,7 @@ def test_mnist_under_python_and_torchrun(tmp_path):
     """On another number of processes, and by other words for the same flags: the same weights."""
     for name, launcher, more in (
         ("one", [sys.executable], ["--nprocs=1", "--batch-size", "16"]),
-        ("two", [sys.executable], ["--world-size", "2", "--no-cuda"]),
+        ("two", FORKED, ["--world-size", "2", "--no-cuda"]),
         ("torchrun", TORCHRUN, ["--global-batch-size", "32", "--output", "deep/er/mnist_cnn.pt"]),
     ):
         (tmp_path / name).mkdir()
@@ -96,14 +98,16 @@ def test_text_under_python_and_torchrun(tmp_path, shared_data, minilm):
 
 def test_mnist_itself_and_one_step(tmp_path, shared_data):
     words = ["--data-dir", shared_data, "--num-samples", "64", "--dry-run", "--no-save-model", "--gamma", "1"]
-    ran(tmp_path, "mnist_ddp.py", *words, "--log-interval=1", "--test-batch-size=32", "parallel.kind=single")
+    words += ["--log-interval=1", "--test-batch-size=32", "parallel.kind=single"]
+    ran(tmp_path, "mnist_ddp.py", *words, launcher=FORKED)
     (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 1
     assert not list(tmp_path.glob("*.pt"))
 
 
 def test_gamma_lowers_the_rate_after_each_epoch(tmp_path):
-    ran(tmp_path, "mnist_ddp.py", *DIGITS, "--epochs=3", "--gamma=0.5", "--lr=0.01", "--log-interval=1", "--nprocs=1")
+    words = [*DIGITS, "--epochs=3", "--gamma=0.5", "--lr=0.01", "--log-interval=1", "--nprocs=1"]
+    ran(tmp_path, "mnist_ddp.py", *words, launcher=FORKED)
     (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     rates = [
         line["learning_rate"] for line in map(json.loads, metrics.read_text().splitlines()) if "learning_rate" in line
@@ -166,7 +170,7 @@ def test_mistakes_are_told_once(tmp_path):
     words = ["--model_name=./none", "--data_dir", tmp_path, "--nprocs=2"]
     (tmp_path / "train.csv").write_text('"1","a","b"\n')
     (tmp_path / "test.csv").write_text('"1","a","b"\n"9","a","b"\n')
-    _, errors = ran(tmp_path, "train_ddp.py", *words, code=2)
+    _, errors = ran(tmp_path, "train_ddp.py", *words, code=2, launcher=FORKED)
     assert errors.count("row 2 of ") == 1, errors
 
 

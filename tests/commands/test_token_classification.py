@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 import pytest
-from objective_runs import BRIEF, SETTINGS, VARIANTS, wait_for_checkpoint
+from objective_runs import SETTINGS, VARIANTS, brief_runs, wait_for_checkpoint
 from running import lockstep, started, summary, workers
 from served import serving
 from sklearn.metrics import accuracy_score, f1_score
@@ -80,24 +80,19 @@ def folder(tmp_path_factory):
 SETTINGS = [setting for setting in SETTINGS if not setting.startswith("optim.lr")]
 
 
-def train(folder, variant, *settings, run=None):
-    run = run or variant
-    done = lockstep(folder, "train", "tags.yaml", *SETTINGS, *VARIANTS[variant], *settings, f"run.name={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return summary(folder, run)
-
-
 @pytest.fixture(scope="module")
 def trained(folder):
     """What one process says of its run."""
-    return train(folder, "one")
+    done = lockstep(folder, "train", "tags.yaml", *SETTINGS, *VARIANTS["one"], "run.name=one")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return summary(folder, "one")
 
 
 @pytest.mark.timeout(200)
-def test_the_same_bits_and_metrics_on_any_cluster(folder, trained):
+def test_the_same_bits_and_metrics_on_any_cluster(ranks, folder, trained):
     assert set(trained["evaluation"]) == {"loss", "accuracy", "f1", "entity_f1"}
     assert trained["evaluation"]["entity_f1"] > 0.3  # it has learned something
-    expected, *others = (train(folder, variant, *BRIEF, run=f"{variant}-brief") for variant in VARIANTS)
+    expected, *others = brief_runs(ranks, folder / "tags.yaml", SETTINGS)
     for variant, found in zip(list(VARIANTS)[1:], others, strict=True):
         for name in ("digest", "evaluation"):
             assert found[name] == expected[name], (variant, name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from causal_models import saved
 from running import lockstep, summary
+from training_runs import trained
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError
@@ -44,14 +45,14 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(ranks, tmp_path_factory):
     """A tiny Llama, and its runs with an adapter."""
     folder = tmp_path_factory.mktemp("adapters")
     (folder / "texts.txt").write_text("".join(f"number {i} has {i * 7 % 13} legs.\n\n" for i in range(200)))
     saved(folder / "llama", "llama", **SIZES)
     (folder / "c.yaml").write_text(json.dumps(CONFIG))
     for name, settings in VARIANTS.items():
-        run(folder, "train", "c.yaml", f"run.name={name}", *settings)
+        trained(ranks, folder / "c.yaml", name, *settings)
     run(folder, "export", "runs/one", "--to", "merged")
     run(folder, "export", "runs/one", "--to", "adapter", "export.kind=adapter")
     run(folder, "export", "runs/one", "--to", "runs/one/adapter", "export.kind=adapter")
@@ -194,12 +195,12 @@ def test_a_classifier_trains_its_head_too(lone, small_encoder):
         "model": {"kind": "transformer", "name": str(folder), "adapter": {"rank": 2}, "max_length": 16},
     }
     parts = build.assemble(recipes.of_sections(config), World(), torch.device("cpu"))
-    trained = {name for name, p in parts.model.named_parameters() if p.requires_grad}
-    heads = {name for name in trained if "lora_" not in name}
+    changing = {name for name, p in parts.model.named_parameters() if p.requires_grad}
+    heads = {name for name in changing if "lora_" not in name}
     assert heads == {
         f"network.{part}.{what}" for part in ("pre_classifier", "classifier") for what in ("weight", "bias")
     }
-    assert any("ffn.lin1.lora_A" in name for name in trained)
+    assert any("ffn.lin1.lora_A" in name for name in changing)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from lockstep.training.step import step
 FILE = OWN / "copies.py"
 LATE = FILE.with_name("late.py")
 SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
-EVERYWHERE = [*SPREADS, ("fsdp", 1), ("pipeline", 2), ("pipeline", 3)]
+EACH = [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 3), ("pipeline", 2)]
+MORE = [("ddp", 3), ("fsdp", 2), ("pipeline", 3)]
 
 
 def config(folder, odd, kind, world, *, steps=5, file=FILE, **model):
@@ -40,11 +41,16 @@ def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
 
 
 @pytest.mark.parametrize(
-    ("odd", "name"), [("weight", "the parameter"), ("level", "the buffer"), *further(("bias", "the parameter"))]
+    ("odd", "name", "spreads"),
+    [
+        ("weight", "the parameter", EACH),
+        ("level", "the buffer", EACH),
+        *further(("weight", "the parameter", MORE), ("level", "the buffer", MORE), ("bias", "the parameter", EACH)),
+    ],
 )
-def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name):
+def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name, spreads):
     """At the next comparison by value; where it gets another storage, in the step that does it."""
-    for kind, world in EVERYWHERE:
+    for kind, world in spreads:
         made = config(tmp_path, odd, kind, world, steps=60, file=LATE)
         if kind == "pipeline":  # one stage alone runs the layer
             (tmp_path / "run.yaml").write_text(json.dumps(made))
@@ -56,7 +62,7 @@ def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path
 
 def test_weights_that_no_loss_reaches_are_named(ranks, tmp_path):
     """Also where nothing refuses them; not those that are frozen, or trained from a later step on."""
-    for kind, world in EVERYWHERE:
+    for kind, world in EACH:
         made = config(tmp_path, "spare", kind, world, steps=7, file=LATE)
         made["parallel"] |= {"find_unused": True} if kind == "ddp" else {}
         ranks(world, run_on_rank, made)
@@ -139,12 +145,12 @@ def test_a_wrong_declaration_is_told(rules, says):
 def test_weights_are_trained_from_a_step_on(ranks, tmp_path):
     """As the config says: one digest; another one than with another step; none of the frozen weights moves before."""
     digests = {}
-    for when in (3, 5):
-        for kind, world in SPREADS:
+    for when, spreads in ((3, SPREADS), (5, SPREADS[:1])):
+        for kind, world in spreads:
             made = config(tmp_path / str(when), "config", kind, world, unfreeze={"online": when})
             digests.setdefault(when, set()).add(ranks(world, run_on_rank, made)[0]["digest"])
     frozen = config(tmp_path, "config", "ddp", 2, freeze=["online"])
     never = ranks(2, run_on_rank, frozen)[0]["digest"]
-    assert len(digests[3]) == len(digests[5]) == 1
+    assert len(digests[3]) == 1
     assert digests[3] != digests[5]
     assert never is not None

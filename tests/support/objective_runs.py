@@ -2,6 +2,8 @@
 
 import time
 
+from training_runs import trained
+
 SETTINGS = ["train.epochs=6", "train.global_batch=32", "train.micro_batch=8", "optim.lr=0.003"]
 SETTINGS += ["checkpoint.every_steps=10", "observe.log_every=1", "evaluate.every_epochs=3"]
 BRIEF = ["train.epochs=2", "evaluate.every_epochs=1"]
@@ -13,6 +15,12 @@ VARIANTS = {
     "fsdp": ["launch.processes=2", "parallel.kind=fsdp"],
     "pipeline": ["launch.processes=2", "parallel.kind=pipeline"],
 }
+
+
+def brief_runs(ranks, config, settings=SETTINGS):
+    """Brief runs of a config file, of each variant -> their summaries."""
+    name = config.stem
+    return [trained(ranks, config, f"{name}-{each}-brief", *settings, *own, *BRIEF) for each, own in VARIANTS.items()]
 
 
 def wait_for_checkpoint(checkpoint, seconds=60):

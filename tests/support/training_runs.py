@@ -1,12 +1,14 @@
 """Recipes of small runs, trained in ranks of the test pool."""
 
 import json
+from contextlib import chdir
 
 import torch.distributed as dist
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
+from lockstep.recipe import recipe as recipes
 from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 
@@ -38,6 +40,22 @@ def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
     finally:
         job.close()
     return json.loads((recipe.folder / "summary.json").read_text()) if rank == 0 else None
+
+
+def run_in(folder, config):
+    """One run of this rank, with paths from a folder -> (summary or error message)."""
+    with chdir(folder):
+        return run_on_rank(config)
+
+
+def trained(ranks, file, name, *settings):
+    """Train a config file's run, in as many ranks as it asks for -> summary. It is in runs/ beside the file."""
+    with chdir(file.parent):
+        recipe = recipes.load(file, [f"run.name={name}", *settings])
+    config = recipe.model_dump(mode="json")
+    summary, *_ = ranks(recipe.launch.processes, run_in, file.parent, config)
+    assert isinstance(summary, dict), summary
+    return summary
 
 
 class Reached:

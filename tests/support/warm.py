@@ -11,6 +11,7 @@ import importlib
 import os
 import pickle
 import pkgutil
+import runpy
 import select
 import signal
 import socket
@@ -106,7 +107,7 @@ server = Server()
 
 class Popen(subprocess.Popen):
     """As subprocess.Popen([sys.executable, "-m", *words]) for `lockstep` and modules that have run(), also those beside
-    this one; `ip netns exec NAME` may stand before the words."""
+    this one, or [sys.executable, *words] for scripts; `ip netns exec NAME` may stand before the words."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = others[:9]
@@ -217,6 +218,10 @@ def _command(descriptors, words, folder, environment, targets, start_new_session
     if words[0] == "lockstep":
         del sys.path[0]  # as with -m; it was the folder of this file
         __main__.main()
+    if words[0].endswith(".py"):
+        sys.path[0], sys.argv = os.path.dirname(words[0]), words
+        runpy.run_path(words[0], run_name="__main__")
+        sys.exit()
     importlib.import_module(words[0]).run(words[1:])
 
 

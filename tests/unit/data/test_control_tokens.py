@@ -253,7 +253,7 @@ def test_runs_and_exports_keep_to_the_setting(tmp_path):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(40)))
     (tmp_path / "c.yaml").write_text(
         "data: {kind: chat, train: c.jsonl, context: 16, cache: cache}\nmodel: {kind: causal_lm, name: base}\n"
-        "train: {steps: 3, global_batch: 8, micro_batch: 2}\noptim: {lr: 0.01}\n"
+        "train: {steps: 3, global_batch: 8, micro_batch: 2}\noptim: {lr: 0.01}\nevaluate: {sample_tokens: 0}\n"
     )
     digests = {}
     for special in ("as_text", "as_tokens"):

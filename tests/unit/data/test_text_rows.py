@@ -130,6 +130,7 @@ def test_documents_are_rows_and_training_is_the_same_on_any_cluster(folder, monk
         "data": {**data, "cache": "cache"},
         "model": {"kind": "gpt", "layers": 1, "width": 16, "heads": 2},
         "train": {"steps": 4, "global_batch": 8, "micro_batch": 2},
+        "evaluate": {"sample_tokens": 0},
     }
     Path("c.yaml").write_text(json.dumps(recipe))
     found = []

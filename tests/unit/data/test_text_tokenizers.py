@@ -152,6 +152,7 @@ def test_an_export_goes_on_as_transformers_does(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "data: {kind: text, train: t, context: 16, cache: cache}\n"
         "model: {kind: causal_lm, name: base}\ntrain: {steps: 40, global_batch: 8, micro_batch: 8}\noptim: {lr: 0.01}\n"
+        "evaluate: {sample_tokens: 0}\n"
     )
     done = lockstep(tmp_path, "train", "c.yaml", "run.name=r", "launch.processes=1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from running import lockstep, summary
+from running import lockstep
 from tokenizer_files import LINES, byte_level
 from tokenizers import Tokenizer
+from training_runs import trained
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,41 +80,48 @@ def test_rows_are_added_to_a_language_model(tmp_path, kind):
     assert built(tmp_path, rows, resize_embeddings=True).network.config.vocab_size == rows  # nothing lacks
 
 
-def trained(folder, name, *words, code=0):
-    done = lockstep(folder, "train", "c.yaml", *SHORT, f"run.name={name}", *words)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr if code else summary(folder, name)["digest"]
+def refusal(folder, *words):
+    done = lockstep(folder, "train", "c.yaml", *SHORT, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2}
 
 
+def digests_of(ranks, folder):
+    """Of a run on each strategy, with its name."""
+    found = set()
+    for kind, count in STRATEGIES.items():
+        words = ["model.resize_embeddings=true", f"parallel.kind={kind}", f"launch.processes={count}"]
+        found.add(trained(ranks, folder / "c.yaml", kind, *SHORT, *words)["digest"])
+    return found
+
+
 @pytest.mark.timeout(300)
-def test_a_language_model_on_each_strategy(tmp_path):
+def test_a_language_model_on_each_strategy(ranks, tmp_path):
     rows = saved(tmp_path / "base", AutoModelForCausalLM, "llama", **SIZES)
     (tmp_path / "t.txt").write_text("\n".join(LINES * 30))
     (tmp_path / "c.yaml").write_text(
         "data: {kind: text, train: t.txt, context: 16}\nmodel: {kind: causal_lm, name: base}"
     )
-    refused = trained(tmp_path, "r", code=2)
+    refused = refusal(tmp_path)
     assert "Traceback" not in refused and "model.resize_embeddings=true" in refused and "data.tokenizer" in refused
     resized = "model.resize_embeddings=true"
-    digests = {
-        trained(tmp_path, kind, resized, f"parallel.kind={kind}", f"launch.processes={count}")
-        for kind, count in STRATEGIES.items()
-    }
+    digests = digests_of(ranks, tmp_path)
     assert len(digests) == 1
-    assert trained(tmp_path, "seed", resized, "run.seed=1", "launch.processes=1") not in digests
+    other = trained(ranks, tmp_path / "c.yaml", "seed", *SHORT, resized, "run.seed=1", "launch.processes=1")
+    assert other["digest"] not in digests
     exported = lockstep(tmp_path, "export", "runs/ddp", "--to", "e")
     assert exported.returncode == 0, exported.stdout + exported.stderr
     model, tokenizer = (each.from_pretrained(tmp_path / "e") for each in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.vocab_size == len(tokenizer) == rows + 1
-    adapter = trained(tmp_path, "a", resized, "model.adapter={kind: lora}", code=2)
+    adapter = refusal(tmp_path, resized, "model.adapter={kind: lora}")
     assert "resize_embeddings does not go with model.adapter" in " ".join(adapter.split())
 
 
 @pytest.mark.timeout(300)
-def test_a_classifier_on_each_strategy(tmp_path):
+def test_a_classifier_on_each_strategy(ranks, tmp_path):
     """Its padding is the new token; the export answers in plain transformers as it does."""
     import lockstep as package
 
@@ -124,13 +132,9 @@ def test_a_classifier_on_each_strategy(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "data: {kind: files, train: t.csv, test: t.csv}\nmodel: {kind: transformer, name: base, max_length: 16}"
     )
-    refused = trained(tmp_path, "r", code=2)
+    refused = refusal(tmp_path)
     assert "Traceback" not in refused and f"embeddings of {rows} tokens, but the tokenizer" in " ".join(refused.split())
-    digests = {
-        trained(tmp_path, kind, "model.resize_embeddings=true", f"parallel.kind={kind}", f"launch.processes={count}")
-        for kind, count in STRATEGIES.items()
-    }
-    assert len(digests) == 1
+    assert len(digests_of(ranks, tmp_path)) == 1
     exported = lockstep(tmp_path, "export", "runs/fsdp", "--to", "e")
     assert exported.returncode == 0, exported.stdout + exported.stderr
     model, tokenizer = (
@@ -144,7 +148,7 @@ def test_a_classifier_on_each_strategy(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["model.from_config=true"]])
-def test_numbers_of_tokens_may_have_holes(tmp_path, more):
+def test_numbers_of_tokens_may_have_holes(ranks, tmp_path, more):
     saved(tmp_path / "base", AutoModelForCausalLM, "llama", **SIZES)
     state = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
     state["added_tokens"].pop()  # the padding token
@@ -159,7 +163,7 @@ def test_numbers_of_tokens_may_have_holes(tmp_path, more):
     (tmp_path / "c.yaml").write_text(
         "data: {kind: text, train: t.txt, context: 16}\nmodel: {kind: causal_lm, name: base}"
     )
-    trained(tmp_path, "holes", "launch.processes=1", *more)
+    trained(ranks, tmp_path / "c.yaml", "holes", *SHORT, "launch.processes=1", *more)
 
 
 def test_a_tokenizer_of_words_is_checked_too(tmp_path):
