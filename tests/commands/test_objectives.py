@@ -258,6 +258,7 @@ def test_a_users_regression_needs_neither_loss_nor_labels(tmp_path, monkeypatch)
     (tmp_path / "c.yaml").write_text(
         "data: {kind: user, file: patients.py}\nmodel: {kind: user, file: patients.py}\noptim: {lr: 0.01}\n"
         "train: {epochs: 30, global_batch: 32, micro_batch: 8, stop_metric: r2}\n"
+        "evaluate: {every_epochs: 10}\n"
     )
     found = []
     for world in (1, 3):

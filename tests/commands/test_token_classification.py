@@ -414,6 +414,7 @@ def test_a_users_model_and_source(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "data: {kind: user, file: rows.py}\nmodel: {kind: user, file: rows.py}\noptim: {lr: 0.01}\n"
         "train: {epochs: 8, global_batch: 20, micro_batch: 5, stop_metric: f1}\n"
+        "evaluate: {every_epochs: 4}\n"
     )
     found = []
     for world in (1, 2):

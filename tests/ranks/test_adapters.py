@@ -34,6 +34,7 @@ CONFIG = {
     "train": {"steps": 6, "global_batch": 8, "micro_batch": 2},
     "optim": {"lr": 0.01},
     "evaluate": {"limit": 16, "sample_tokens": 0},
+    "launch": {"processes": 1},
 }
 VARIANTS = {
     "one": ["launch.processes=1"],
@@ -146,11 +147,10 @@ def test_an_adapter_answers_with_its_moved_base(folder):
     assert json.loads((folder / "answers.jsonl").read_text())["completion"]
 
 
-def test_a_resume_and_a_warm_start(folder):
+def test_a_resume_and_a_warm_start(ranks, folder):
     """The run goes on with the same bits; a second task starts with the first one's adapter."""
-    run(folder, "train", "c.yaml", "run.name=half", "train.steps=3", "schedule.shape=constant")
-    run(folder, "train", "c.yaml", "run.name=half", "train.steps=6", "schedule.shape=constant")
-    run(folder, "train", "c.yaml", "run.name=whole", "train.steps=6", "schedule.shape=constant")
+    for name, steps in (("half", 3), ("half", 6), ("whole", 6)):
+        trained(ranks, folder / "c.yaml", name, f"train.steps={steps}", "schedule.shape=constant")
     assert summary(folder, "half")["digest"] == summary(folder, "whole")["digest"]
     said = run(folder, "train", "c.yaml", "run.name=next", "model.init=runs/one", "train.steps=1")
     assert re.search(r"model.init: (\d+) of the model's \1 weights", said)
