@@ -20,8 +20,7 @@ from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.reduction.tree import cover
-from lockstep.parallel.forecast import Cluster
-from lockstep.parallel.memory_forecast import checkpoint_copy, partial_sums, sequential_sums
+from lockstep.parallel.forecast import Cluster, checkpoint_copy, partial_sums, sequential_sums
 from lockstep.recipe import recipe as recipes
 from lockstep.tools.estimate import estimation
 from lockstep.tools.estimate.estimation import print_forecasts

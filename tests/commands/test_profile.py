@@ -15,8 +15,7 @@ from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe.profile.operators import caller
 from lockstep.observe.profile.step_trace import traced
 from lockstep.recipe import recipe as recipes
-from lockstep.tools.profile.profiling import advice, time_table
-from lockstep.tools.profile.rank_profile import RankProfile
+from lockstep.tools.profile.profiling import RankProfile, advice, time_table
 
 MINE = """
 import os

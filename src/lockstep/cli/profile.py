@@ -24,5 +24,4 @@ def command(
     recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.profile import profiling
 
-    options = profiling.ProfileOptions(steps=steps, traced=traced, to=to)
-    profiling.profile(recipe, options, console=console)
+    profiling.profile(recipe, steps=steps, traced=traced, to=to, console=console)

@@ -3,12 +3,9 @@
 Block k reaches from the end of block k-1 to its own end, the last one to the loss.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from lockstep.base import storage
 from lockstep.core.distributed.bandwidth import Bandwidth
 
 
@@ -116,20 +113,3 @@ class Measurements:
     def optimizer_ratio(self) -> float:
         """Bytes of optimizer state per byte of a trained weight."""
         return self.optimizer_bytes / self.gradient_bytes if self.gradient_bytes else 0.0
-
-    def write(self, path: Path) -> None:
-        storage.write(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> "Measurements":
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            **{
-                **values,
-                "weights": tuple(Weight(**each) for each in values["weights"]),
-                "blocks": tuple(Block(**each) for each in values["blocks"]),
-                "seconds": Seconds(**values["seconds"]),
-                "obstacles": {int(block): reason for block, reason in values["obstacles"].items()},
-                "links": Bandwidth(**values["links"]) if values["links"] else None,
-            }
-        )

@@ -9,12 +9,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
+from pydantic_core import to_json
 from rich.console import Console
 
 from lockstep.base import config, plugins, storage, trust
@@ -22,10 +25,12 @@ from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.events import Bus
 from lockstep.base.lifetime import Started, end_family
 from lockstep.core.host.memory_meter import descendants_bytes
+from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits, prepare_splits
 
+T = TypeVar("T")
 GRACE_SECONDS = 5
 """Time for the processes of a trial to end before they are killed."""
 POLL_SECONDS = 0.1
@@ -33,6 +38,10 @@ POLLS_PER_MEASUREMENT = 10
 """Memory is measured at every tenth poll: finding the processes of a trial means listing all of the machine's."""
 TAIL_LINES = 40
 OUTPUT = "output.log"
+STAGES = "stages"
+"""File with a line for each stage of a trial that has begun."""
+RESULT = "rank-{}.json"
+"""File with what a rank has measured."""
 
 
 class TrialFailed(LockstepError):
@@ -56,6 +65,36 @@ class TrialEnd:
     peak_bytes: int
     """Peak memory of all processes together."""
 
+    def checked(self, what: str = "") -> Self:
+        """Return it. Raises TrialFailed where it ended with an error."""
+        if self.code:
+            raise TrialFailed(self.output, self.code, what)
+        return self
+
+
+def announce(folder: Path, stage: str) -> None:
+    """Tell the command which stage of the trial in this folder begins. Does not wait for the disk."""
+    with storage.append(folder / STAGES) as file:
+        file.write(f"{stage}\n")
+
+
+def write_result(folder: Path, rank: int, result: Any) -> None:
+    """Write what a rank has measured: a model, a dataclass, or values of JSON."""
+    storage.write(folder / RESULT.format(rank), to_json(result))
+
+
+def results(folder: Path, kind: type[T]) -> list[T]:
+    """Read what each rank has measured, in the order of ranks."""
+    files = sorted(folder.glob(RESULT.format("*")), key=lambda file: int(file.stem.partition("-")[2]))
+    return [TypeAdapter(kind).validate_json(file.read_bytes()) for file in files]
+
+
+@contextmanager
+def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
+    """Open a folder that is removed afterwards, after SIGTERM too."""
+    with ended_by_sigterm(), TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
 
 def timed_lines(console: Console) -> Callable[[str], None]:
     """Return a function that prints a line, preceded by the seconds since this call."""
@@ -78,8 +117,12 @@ def world_sizes_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def check_writable(option: str, file: Path) -> None:
-    """Raise ConfigError, before anything is measured, for an output file whose folder cannot be written to."""
+def check_writable(option: str, file: Path | None, *, suffix: str = "") -> None:
+    """Raise ConfigError, before anything is measured, for an output file that cannot be written, or is no `suffix`."""
+    if file is None:
+        return
+    if suffix and file.suffix != suffix:
+        raise ConfigError(f"{option} {file}: let its name end in {suffix}")
     folder = file.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it, or name another folder")
@@ -117,13 +160,15 @@ def run(
     folder: Path,
     *,
     task: str,
-    request: BaseModel,
+    request: BaseModel | None,
     processes: int,
     poll: Callable[[], None] = lambda: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> TrialEnd:
     """Run a task (see run/tasks) in fresh processes to its end.
 
-    The recipe, the request and the output are written to `folder`. `poll` is called every POLL_SECONDS.
+    The recipe, the request and the output are written to `folder`. `poll` is called every POLL_SECONDS, `report` with
+    each stage that the task announces.
     """
     local = plugins.find("launch.launchers", "local").Config(
         kind="local",
@@ -134,12 +179,23 @@ def run(
     )
     recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
     storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
-    storage.write(request_file, request.model_dump_json())
+    storage.write(request_file, to_json(request))
     command = [sys.executable, "-P", "-m", "lockstep.tools.trial_launcher", str(recipe_file), str(processes)]
     command += [task, str(request_file), *trust.arguments()]
+    known = 0
+
+    def look() -> None:
+        nonlocal known
+        poll()
+        with suppress(FileNotFoundError):
+            stages = (folder / STAGES).read_text(encoding="utf-8").split("\n")[known:-1]  # the last may not be whole
+            known += len(stages)
+            for stage in stages:
+                report(stage)
+
     with (folder / OUTPUT).open("w", encoding="utf-8") as file:
         launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        code, peak = followed(launcher, poll, grace_seconds=GRACE_SECONDS + 2)
+        code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)
 

@@ -4,8 +4,7 @@ W = processes, L = those of a machine.
 """
 
 from lockstep.core.reduction.tree import Shards, contiguous_by_rank, cover
-from lockstep.parallel.forecast import OVERLAP, Forecast, Setting
-from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
+from lockstep.parallel.forecast import OVERLAP, Forecast, PartialSums, Setting, peak_of_passes, sequential_sums
 
 
 def forecast(setting: Setting) -> Forecast:
@@ -18,12 +17,12 @@ def forecast(setting: Setting) -> Forecast:
     sums = [sums_of(own, setting) for own in owned]
     peak, most = max((peak_of_passes(facts, facts.weights, blocks, sums=each), each.most) for each in sums)
     buckets, sent, shared = traffic(setting, slots)
-    memory = Memory(
-        **setting.persistent_memory(facts.weights, copies=world),
+    memory = setting.memory(
+        facts.weights,
+        copies=world,
         gradients=(slots + most) * size,
         activations=peak - most * size,
         communication=buckets,
-        start=setting.start_bytes(),
     )
     exchange = cluster.send_seconds(sent, "pair", messages=2 * (world - 1)) + shared_seconds(setting, shared)
     exchange += cluster.collective_seconds(2 + 2 * num_buckets(setting))

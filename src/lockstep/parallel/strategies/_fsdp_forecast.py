@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lockstep.core.reduction.tree import contiguous, cover, strided
-from lockstep.parallel.forecast import OVERLAP, Forecast, Setting
+from lockstep.parallel.forecast import LARGE_BYTES, OVERLAP, Forecast, PartialSums, Setting, partial_sums, peak_of_pass
 from lockstep.parallel.measurements import Weight
-from lockstep.parallel.memory_forecast import LARGE_BYTES, Memory, PartialSums, partial_sums, peak_of_pass
 
 COPIES = 4
 """Copies of a block at the end of its backward pass: weights, gradients, their send and receive buffers."""
@@ -23,12 +22,13 @@ def forecast(setting: Setting) -> Forecast:
     size = setting.section.group_size(cluster.world)
     weights = [local_shard(w, size) for w in facts.weights]
     rounds, sums, nodes = rounds_of(setting, size)
-    memory = Memory(
-        **setting.persistent_memory(weights, copies=replicas),
+    memory = setting.memory(
+        weights,
+        copies=replicas,
         gradients=(sums.most + 1) * facts.bytes_of(weights, is_trained=True),
         activations=peak_of_pass(facts, [], range(len(facts.blocks)), keeps=False) + facts.working_bytes,
         communication=gathered_bytes(setting, COPIES if size > 1 else COPIES_ALONE),
-        start=setting.start_bytes(facts.bytes_of(weights)),
+        building=facts.bytes_of(weights),
     )
     inside, inside_seconds = shard_traffic(setting, weights, size=size, rounds=rounds)
     across, across_seconds = setting.replica_traffic(weights, replicas=replicas, nodes=nodes)

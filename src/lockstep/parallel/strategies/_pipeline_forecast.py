@@ -9,9 +9,8 @@ from typing import Any
 
 from lockstep.base.errors import ModelError
 from lockstep.core.reduction.tree import contiguous, cover
-from lockstep.parallel.forecast import Forecast, Setting
+from lockstep.parallel.forecast import Forecast, Memory, PartialSums, Setting, peak_of_passes, sequential_sums
 from lockstep.parallel.measurements import Measurements, Weight
-from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
 from lockstep.parallel.module_profile import balanced_bounds
 
 
@@ -95,12 +94,13 @@ def memory_of(setting: Setting, plan: StagePlan, rank: int) -> Memory:
     freed = PartialSums(before=(0,), after=(0,))
     profile = peak_of_passes(facts, facts.weights, range(len(facts.blocks)), sums=freed)
     across = round((plan.replicas - 1) / plan.replicas * slots * size)
-    return Memory(
-        **setting.persistent_memory(weights, copies=plan.replicas),
+    return setting.memory(
+        weights,
+        copies=plan.replicas,
         gradients=sums.most * size,
         activations=peak - sums.most * size,
         communication=slots * size + across,
-        start=setting.start_bytes(profile),
+        building=profile,
     )
 
 

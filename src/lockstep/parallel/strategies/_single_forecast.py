@@ -1,8 +1,7 @@
 """Forecast of `single`: one process, no communication."""
 
 from lockstep.base.errors import LaunchError
-from lockstep.parallel.forecast import Forecast, Setting
-from lockstep.parallel.memory_forecast import ADDED_AT_ONCE, Memory, peak_of_passes, sequential_sums
+from lockstep.parallel.forecast import ADDED_AT_ONCE, Forecast, Setting, peak_of_passes, sequential_sums
 
 
 def forecast(setting: Setting) -> Forecast:
@@ -12,11 +11,11 @@ def forecast(setting: Setting) -> Forecast:
     facts = setting.facts
     sums = sequential_sums(setting.present, setting.present) if setting.is_exact else ADDED_AT_ONCE
     gradients = sums.most * facts.gradient_bytes
-    memory = Memory(
-        **setting.persistent_memory(facts.weights, copies=1),
+    memory = setting.memory(
+        facts.weights,
+        copies=1,
         gradients=gradients,
         activations=peak_of_passes(facts, facts.weights, range(len(facts.blocks)), sums=sums) - gradients,
         communication=0,
-        start=setting.start_bytes(),
     )
     return Forecast(memory=memory, sent_bytes=0, times=setting.times(setting.shards, 0.0))

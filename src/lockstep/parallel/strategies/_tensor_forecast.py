@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.core.reduction.tree import contiguous, cover
-from lockstep.parallel.forecast import Forecast, Setting
+from lockstep.parallel.forecast import Forecast, Setting, peak_of_passes, sequential_sums
 from lockstep.parallel.measurements import Measurements, Weight
-from lockstep.parallel.memory_forecast import Memory, peak_of_passes, sequential_sums
 
 SUMS_PER_BLOCK = 4
 """All-reduces of activations: after attention and after the MLP, in both passes."""
@@ -23,12 +22,13 @@ def forecast(setting: Setting) -> Forecast:
     weights = [local_shard(w, size) for w in facts.weights]
     shards = contiguous(0, replicas, shards=setting.shards, present=setting.present) or [0]
     sums, trained = sequential_sums(shards, setting.present), facts.bytes_of(weights, is_trained=True)
-    memory = Memory(
-        **setting.persistent_memory(weights, copies=replicas),
+    memory = setting.memory(
+        weights,
+        copies=replicas,
         gradients=(sums.most + 1) * trained,
         activations=peak_of_passes(facts, weights, range(len(facts.blocks)), sums=sums) - sums.most * trained,
         communication=max((block.handed_bytes for block in facts.blocks), default=0) if size > 1 else 0,
-        start=setting.start_bytes(facts.bytes_of(weights)),
+        building=facts.bytes_of(weights),
     )
     inside, inside_seconds = activation_traffic(setting, size=size, rounds=len(shards))
     nodes = len(cover(frozenset(shards), setting.present))

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 
-from lockstep.base import storage
 from lockstep.base.world import World
 from lockstep.core.distributed import links
 from lockstep.core.distributed.process_group import device_model, device_of
@@ -13,7 +12,8 @@ from lockstep.core.host.matmul_speed import mean_flops
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.recipe.recipe import Recipe
-from lockstep.tools.doctor.diagnosis import FACTS, ExaminationRequest, RankFacts
+from lockstep.tools import trials
+from lockstep.tools.doctor.diagnosis import ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True
 ROUNDS = 3
@@ -38,9 +38,8 @@ class ExaminationTask:
             links=links.by_pair(device),
             findings=self.request.findings if is_first_here else (),
         )
-        folder = self.recipe.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        storage.write(folder / FACTS.format(self.world.rank), facts.model_dump_json())
+        self.recipe.folder.mkdir(parents=True, exist_ok=True)
+        trials.write_result(self.recipe.folder, self.world.rank, facts)
         links.together(lambda: None)  # node 0 reads the facts once its own processes have ended
 
     def watching(self) -> AbstractContextManager[object]:

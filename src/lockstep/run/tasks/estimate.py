@@ -3,13 +3,13 @@
 In fresh processes, since what a process did before changes how fast it gets memory.
 """
 
-import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.base import plugins, storage
+from lockstep.base import plugins
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.bandwidth import bandwidth
@@ -18,7 +18,8 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.parallel.measurements import Measurements
 from lockstep.recipe.recipe import Recipe
-from lockstep.tools.estimate.measurement_runs import MeasurementRequest, begin_part
+from lockstep.tools import trials
+from lockstep.tools.estimate.machine_measurement import MeasurementRequest
 from lockstep.tools.estimate.process_measurement import Measurement
 from lockstep.tools.estimate.strategy_timing import timed_strategies
 
@@ -26,26 +27,27 @@ NEEDS_GROUP = False
 
 
 class EstimateTask:
-    """Writes facts-RANK.json, or trials-RANK.json if the request names strategies."""
+    """Writes Measurements, or seconds by strategy if the request names strategies."""
 
-    def __init__(self, request: MeasurementRequest, recipe: Recipe, world: World) -> None:
-        self.request, self.recipe, self.world = request, recipe, world
+    def __init__(self, request: Path, recipe: Recipe, world: World) -> None:
+        self.request, self.folder = MeasurementRequest.model_validate_json(request.read_bytes()), request.parent
+        self.recipe, self.world = recipe, world
         self.device = process_group.device_of(world)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Measure; nothing is resumed."""
-        recipe, to, rank = self.recipe, self.request.to, self.world.rank
+        recipe = self.recipe
         exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
         fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
         if self.request.strategies:
             names, seconds = list(self.request.strategies), self.request.seconds
             with process_group.opened(self.world, self.device), reported_once(sys.stderr):
-                times = timed_strategies(
+                result: Any = timed_strategies(
                     recipe, names, world=self.world, device=self.device, seconds=seconds, report=self.report
                 )
-            storage.write(to / f"trials-{rank}.json", json.dumps(times))
         else:
-            self.measurements().write(to / f"facts-{rank}.json")
+            result = self.measurements()
+        trials.write_result(self.folder, self.world.rank, result)
 
     def measurements(self) -> Measurements:
         """Measure the bandwidth between all processes, then every process by itself, at the same time."""
@@ -66,7 +68,7 @@ class EstimateTask:
     def report(self, part: str) -> None:
         """Announce, once for all processes, what is measured next."""
         if self.world.rank == 0:
-            begin_part(self.request.to, part)
+            trials.announce(self.folder, part)
 
     def watching(self) -> AbstractContextManager[object]:
         """Watch nothing: no process waits for another for long."""
@@ -78,4 +80,4 @@ class EstimateTask:
 
 def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EstimateTask:
     """Build the task from its request file."""
-    return EstimateTask(MeasurementRequest.model_validate_json(request.read_bytes()), recipe, world)
+    return EstimateTask(request, recipe, world)

@@ -1,10 +1,8 @@
 """A run of `lockstep profile`: some steps measured by phase, one counted, some traced, on every rank."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.base import storage
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host import phases
@@ -27,7 +24,8 @@ from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.scale import FewTestSamples
 from lockstep.run.tasks.train import TrainTask
-from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest
+from lockstep.tools import trials
+from lockstep.tools.profile.profiling import ProfileRequest
 from lockstep.training.loop_state import Training
 
 NEEDS_GROUP = True
@@ -36,8 +34,8 @@ NEEDS_GROUP = True
 class StepMeasurement:
     """Measures the steps that pass through it, in turn by phase, by counting, and by tracing."""
 
-    def __init__(self, request: ProfileRequest, parts: Components, rank: int) -> None:
-        self.request, self.parts, self.rank = request, parts, rank
+    def __init__(self, request: ProfileRequest, parts: Components, *, rank: int, folder: Path) -> None:
+        self.request, self.parts, self.rank, self.folder = request, parts, rank, folder
         self.found: dict[str, Any] = {"rank": rank, "memory": memory_by_kind(parts)}
         self.micro_batches = 0
 
@@ -53,7 +51,7 @@ class StepMeasurement:
         )
         for text, stage, count in stages:
             if text and self.rank == 0:
-                self._announce(text)
+                trials.announce(self.folder, f"{text} ...")
             with stage:
                 for _ in range(count):
                     micro_batches = next(steps, None)
@@ -62,13 +60,6 @@ class StepMeasurement:
                     self.micro_batches = sum(not each.ghost for each in micro_batches)
                     yield micro_batches
         yield from steps
-
-    def _announce(self, text: str) -> None:
-        """Announce a stage, without a sync of the disk, for which the other ranks would wait in the measured steps."""
-        file = self.request.facts / STAGE
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
 
     @contextmanager
     def _measure_phases(self) -> Iterator[None]:
@@ -120,7 +111,7 @@ class StepMeasurement:
     def _trace_operators(self) -> Iterator[None]:
         with traced(trace_file(self.request.traces, self.rank), with_stack=True) as profiler:
             yield
-        self.found["operators"] = [asdict(each) for each in most_expensive(profiler.events())]
+        self.found["operators"] = most_expensive(profiler.events())
 
 
 def count_of(steps: int) -> str:
@@ -140,21 +131,23 @@ def memory_by_kind(parts: Components) -> dict[str, int]:
 
 
 class Measuring(FewTestSamples):
-    def __init__(self, request: ProfileRequest, recipe: Recipe, rank: int) -> None:
-        self.request, self.recipe, self.rank = request, recipe, rank
+    def __init__(self, request: Path) -> None:
+        self.request = request
         self.measurement: StepMeasurement | None = None
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
-        measurement = self.measurement = StepMeasurement(self.request, parts, self.rank)
+        request = ProfileRequest.model_validate_json(self.request.read_bytes())
+        measurement = StepMeasurement(request, parts, rank=task.world.rank, folder=self.request.parent)
+        self.measurement = measurement
         all_gather_object(None)  # the peak is one that all ranks reach at the same time
-        measurement.found["peak_flops"] = peak_flops(self.recipe.train.precision, task.device)
+        measurement.found["peak_flops"] = peak_flops(task.recipe.train.precision, task.device)
         plain = training.steps
         training.steps = lambda start: measurement.around(plain(start))
 
 
 class ProfileTask(TrainTask):
-    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, request: ProfileRequest) -> None:
-        self.measuring = Measuring(request, recipe, world.rank)
+    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, request: Path) -> None:
+        self.measuring = Measuring(request)
         super().__init__(recipe, world, signals, hooks=self.measuring)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
@@ -162,10 +155,9 @@ class ProfileTask(TrainTask):
         super().run(resume, allow_drift=allow_drift)
         measurement = self.measuring.measurement
         assert measurement is not None
-        file = measurement.request.facts / f"rank-{self.world.rank}.json"
-        storage.write(file, json.dumps(measurement.found))
+        trials.write_result(measurement.folder, self.world.rank, measurement.found)
 
 
 def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ProfileTask:
     """Build the task from its request file."""
-    return ProfileTask(recipe, world, signals, request=ProfileRequest.model_validate_json(request.read_bytes()))
+    return ProfileTask(recipe, world, signals, request=request)

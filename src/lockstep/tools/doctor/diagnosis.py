@@ -1,11 +1,9 @@
 """Findings of `lockstep doctor`, and the request to its processes and their measurements."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-FACTS = "facts-{}.json"
-"""Name of a rank's file in the run's folder."""
 MB = 1e6
 
 
@@ -22,6 +20,18 @@ class Diagnosis(BaseModel):
     repair: str
     host: str = ""
     """Name of the machine, where several are examined."""
+
+    @classmethod
+    def error(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="error", cause=cause, repair=repair)
+
+    @classmethod
+    def warning(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="warning", cause=cause, repair=repair)
+
+    @classmethod
+    def note(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="note", cause=cause, repair=repair)
 
 
 class ExaminationRequest(BaseModel):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -36,10 +36,8 @@ HEADINGS = {
     "checkpoint": "saving",
 }
 """Kind of memory -> heading."""
-Detail = Literal["all", "no kinds", "totals"]
-DETAIL: tuple[Detail, ...] = ("all", "no kinds", "totals")
-"""Details of tables, from wide to narrow terminals."""
-TOTALS = ("", "PEAK", "STEP")
+TOTALS = ("strategy", "PEAK", "STEP", "verdict")
+"""Columns of the narrowest table."""
 MOST_WIDTH = 1000
 
 
@@ -80,20 +78,19 @@ class ForecastRow:
 
     def plain(self) -> dict[str, Any]:
         """Return the values for scripts, in bytes and seconds."""
-        values: dict[str, Any] = {
+        forecast = asdict(self.forecast) if self.forecast else None
+        if self.forecast and forecast:
+            forecast["memory"] |= {"step": self.forecast.memory.step, "peak": self.forecast.memory.peak}
+            forecast["times"] |= {"total": self.forecast.times.total}
+        return {
             "world": self.world_size,
             "strategy": self.strategy,
             "memory_of_device_bytes": self.device_bytes,
             "fits": self.fits,
             "is_best": self.is_best,
             "verdict": self.verdict,
+            "forecast": forecast,
         }
-        if self.forecast is None:
-            return {**values, "forecast": None}
-        forecast = asdict(self.forecast)
-        forecast["memory"] |= {"step": self.forecast.memory.step, "peak": self.forecast.memory.peak}
-        forecast["times"] |= {"total": self.forecast.times.total}
-        return {**values, "forecast": forecast}
 
 
 def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
@@ -112,52 +109,42 @@ def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
 
 
 def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
-    """Return a table of the forecasts with as many columns as fit the console."""
-    made = table(rows, DETAIL[0])
-    for detail in DETAIL[1:]:
+    """Return a table of the forecasts for one world size: with the kinds of memory, without them, or of totals only, as
+    fits the console."""
+    texts, kinds = [cells(row) for row in rows], HEADINGS.values()
+    title = processes_text(rows[0].world_size)
+    title += f", each with {rows[0].device_bytes / MIB:.0f} MiB: memory in MiB, traffic per step in MiB, a step in ms"
+    every = [each for each in texts[0] if each not in kinds or any(text[each] != "0.0" for text in texts)]
+    for columns in (every, [each for each in every if each not in kinds], TOTALS):
+        made = Table(title=title, title_justify="left")
+        if columns is not every:
+            made.caption, made.caption_justify = "a wider terminal shows more, --json all", "left"
+        for column in columns:
+            has_words = column in ("strategy", "verdict")
+            made.add_column("" if has_words else column, justify="left" if has_words else "right", no_wrap=True)
+        for row, text in zip(rows, texts, strict=True):
+            made.add_row(*(text[column] for column in columns), style="bold" if row.is_best else "")
         if Measurement.get(console, console.options.update(max_width=MOST_WIDTH), made).maximum <= console.width:
             break
-        made = table(rows, detail)
-        made.caption, made.caption_justify = "a wider terminal shows more, --json all", "left"
     return made
 
 
-def table(rows: list[ForecastRow], detail: Detail = "all") -> Table:
-    """Return a table of the forecasts for one world size."""
-    world_size, device = rows[0].world_size, rows[0].device_bytes
-    kinds = [kind for kind in HEADINGS if any(getattr(row.forecast.memory, kind) for row in rows if row.forecast)]
-    if detail != "all":
-        kinds = []
-    made = Table(title_justify="left")
-    made.title = (
-        f"{processes_text(world_size)}, each with {device / MIB:.0f} MiB: memory in MiB, "
-        "traffic per step in MiB, a step in ms"
-    )
-    headings = ["", *(HEADINGS[kind] for kind in kinds), "PEAK", "sent", "STEP", "waiting", "rest", "bubble", ""]
-    shown = [place for place, heading in enumerate(headings) if detail != "totals" or heading in TOTALS]
-    for place in shown:
-        made.add_column(headings[place], justify="right" if headings[place] else "left", no_wrap=True)
-    for row in rows:
-        texts = cells(row, kinds)
-        made.add_row(*(texts[place] for place in shown), style="bold" if row.is_best else "")
-    return made
-
-
-def cells(row: ForecastRow, kinds: list[str]) -> list[str | Text]:
+def cells(row: ForecastRow) -> dict[str, str | Text]:
+    """Return column -> text."""
     assert row.forecast is not None
     memory, times = row.forecast.memory, row.forecast.times
     verdict = Text("fits") if row.fits else Text("too much", "red")
-    return [
-        row.strategy,
-        *(f"{getattr(memory, kind) / MIB:.1f}" for kind in kinds),
-        f"{memory.peak / MIB:.0f}{'' if memory.peak == memory.step else ' at start'}",
-        f"{row.forecast.sent_bytes / MIB:.1f}",
-        f"{1e3 * times.total:.1f}",
-        f"{1e3 * (times.exchange + times.idle):.1f}",
-        f"{1e3 * times.rest:.1f}",
-        f"{row.forecast.bubble:.0%}" if row.forecast.bubble else "",
-        Text("best", "green") if row.is_best else verdict,
-    ]
+    return {
+        "strategy": row.strategy,
+        **{heading: f"{getattr(memory, kind) / MIB:.1f}" for kind, heading in HEADINGS.items()},
+        "PEAK": f"{memory.peak / MIB:.0f}{'' if memory.peak == memory.step else ' at start'}",
+        "sent": f"{row.forecast.sent_bytes / MIB:.1f}",
+        "STEP": f"{1e3 * times.total:.1f}",
+        "waiting": f"{1e3 * (times.exchange + times.idle):.1f}",
+        "rest": f"{1e3 * times.rest:.1f}",
+        "bubble": f"{row.forecast.bubble:.0%}" if row.forecast.bubble else "",
+        "verdict": Text("best", "green") if row.is_best else verdict,
+    }
 
 
 def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: Path | None) -> list[ForecastRow]:
@@ -166,8 +153,7 @@ def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: 
     for option, value in given.items():
         if value is not None and value <= 0:
             raise ConfigError(f"--{option}: {value:g} is not more than 0")
-    if to is not None:
-        check_writable("--json", to)
+    check_writable("--json", to)
     prepared(recipe)
     measured = measure(recipe, options, report=timed_lines(console))
     return report(recipe, options, measured, console=console, to=to)
@@ -191,7 +177,8 @@ def forecasts_for(
 ) -> list[ForecastRow]:
     """Return a row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world_size, options, measured.slots), world_size)
-    memory = options.memory_bytes or device_bytes(local)
+    whole = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    memory = options.memory_bytes or int(whole or psutil.virtual_memory().total // local)
     cluster = measured.cluster(world_size, per_machine=local, bandwidth=options.bandwidth)
     rows = []
     for name in plugins.names("parallel.strategies"):
@@ -236,13 +223,6 @@ def predicted(name: str, recipe: Recipe, measured: MachineMeasurements, *, clust
     )
     forecast: Forecast = plugins.implementation("parallel.strategies", name, "forecast").forecast(setting)
     return forecast
-
-
-def device_bytes(processes: int) -> int:
-    """Return the memory for each of the processes on this machine."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total // processes)
 
 
 def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]:

@@ -1,22 +1,25 @@
 """Measures a config on this machine for an estimate."""
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
+from pydantic import BaseModel
 
 from lockstep.base import plugins
 from lockstep.base.world import cores
 from lockstep.core.host.memory_meter import available_bytes
-from lockstep.parallel.forecast import Cluster
+from lockstep.parallel.forecast import Cluster, PartialSums, peak_of_passes, sequential_sums
 from lockstep.parallel.measurements import Measurements, Seconds
-from lockstep.parallel.memory_forecast import PartialSums, peak_of_passes, sequential_sums
 from lockstep.recipe.recipe import Recipe
-from lockstep.tools.estimate.measurement_runs import MeasurementRuns, StepSeconds
+from lockstep.tools import trials
+from lockstep.tools.trials import processes_text, strategy, varied
 
 SECONDS = ("fetch", "passes", "update")
+StepSeconds = dict[str, float]
+"""Strategy -> seconds of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +85,57 @@ def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str],
     together = min(max(per_machine(world_size, options, slots) for world_size in options.world_sizes), slots)
     if max(options.world_sizes) > 1 and not torch.cuda.is_available():
         together = max(2, together)
-    with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=options.seconds, report=report)
+    with trials.temporary_folder("lockstep-estimate-") as folder:
+        runs = MeasurementRuns(recipe=recipe, folder=folder, seconds=options.seconds, report=report)
         alone = calibrated(runs.measured(1))
         crowded = runs.measured(together) if together > 1 else None
-        trials: dict[int, StepSeconds] = {}
-        for processes in worth_trying(options, slots, together=together, facts=alone):
-            trials[processes] = runs.timed(processes, plugins.names("parallel.strategies"))
-    return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
+        tried = {each: runs.timed(each) for each in worth_trying(options, slots, together=together, facts=alone)}
+    return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=tried)
+
+
+class MeasurementRequest(BaseModel):
+    seconds: float
+    """Minimum time for which steps are timed."""
+    strategies: tuple[str, ...] = ()
+    """Strategies to time together with the other processes; empty: each process measures by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementRuns:
+    """Measurements of one recipe in processes of their own, which end with the command; in a temporary folder."""
+
+    recipe: Recipe
+    folder: Path
+    seconds: float
+    """Time for which each process times steps."""
+    report: Callable[[str], None]
+    """Called with a line for each part of a measurement that begins."""
+
+    def measured(self, processes: int) -> Measurements:
+        """Measure several processes at once: memory of rank 0, and the medians of all times. Raises TrialFailed."""
+        ranks = trials.results(self._run("measured", processes), Measurements)
+        seconds = {name: median(getattr(facts.seconds, name) for facts in ranks) for name in SECONDS}
+        return replace(ranks[0], seconds=Seconds(**seconds))
+
+    def timed(self, processes: int) -> StepSeconds:
+        """Time a step with each strategy: the median over all processes. Raises TrialFailed."""
+        names = plugins.names("parallel.strategies")
+        ranks = trials.results(self._run("tried", processes, names), StepSeconds)
+        return {name: median(each[name] for each in ranks) for name in ranks[0]}
+
+    def _run(self, name: str, processes: int, strategies: Sequence[str] = ()) -> Path:
+        """Run the processes to their end -> the folder with their results."""
+        folder = self.folder / f"{name}-{processes}"
+        folder.mkdir()
+
+        def report(part: str) -> None:
+            self.report(f"{processes_text(processes)}: {part} ...")
+
+        report("starting")
+        recipe = varied(self.recipe, {"run": {"dir": folder, "name": "run"}}, parallel=strategy("ddp"))
+        request = MeasurementRequest(seconds=self.seconds, strategies=tuple(strategies))
+        trials.run(recipe, folder, task="estimate", request=request, processes=processes, report=report).checked()
+        return folder
 
 
 def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:

@@ -2,12 +2,10 @@
 
 import json
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +14,11 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.escaping_console import escape_name
 from lockstep.core.host.phases import BUSY, OF_STEPS, Phase
-from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.observe.profile.operators import Operator
 from lockstep.observe.profile.step_trace import trace_file
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest, RankProfile
-from lockstep.tools.trials import TrialFailed, prepared, processes_text, timed_lines
+from lockstep.tools.trials import prepared, processes_text, timed_lines
 
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
@@ -54,6 +51,46 @@ UNITS = {"data": "data", "forward": "forward", "backward": "backward", "exchange
 UNITS |= {"optimizer": "optimizer", "other": "bookkeeping"}
 
 
+class ProfileRequest(BaseModel):
+    traces: Path
+    """Folder for the traces."""
+    warm_up: int
+    steps: int
+    """Number of steps measured by phase."""
+    traced: int
+    """Number of steps under the profiler."""
+
+
+class RankProfile(BaseModel):
+    """Measurements of one rank, per step."""
+
+    rank: int
+    step_seconds: float
+    phases: dict[str, float]
+    hidden_seconds: float
+    """Time of the exchange of gradients that overlaps the backward pass."""
+    delayed_seconds: float
+    """Time for which other processes had the training thread's core."""
+    micro_batches: int
+    peak_bytes: int
+    flops: float
+    peak_flops: float
+    """Operations per second, in a matrix product at the same time as the other ranks."""
+    memory: dict[str, int]
+    operators: list[Operator]
+    """Most expensive operators of the traced steps."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a step in which the rank does not wait for others."""
+        return sum(self.phases[name] for name in BUSY)
+
+    @property
+    def utilization(self) -> float:
+        """Operations of a step per second, as a share of the peak (MFU)."""
+        return self.flops / self.step_seconds / self.peak_flops if self.peak_flops else 0.0
+
+
 def print_profile(ranks: Sequence[RankProfile], console: Console, *, traced: int) -> None:
     """Print tables, the memory of the rank that needs most, and the most expensive operators with their lines."""
     console.print(time_table(ranks))
@@ -63,7 +100,7 @@ def print_profile(ranks: Sequence[RankProfile], console: Console, *, traced: int
     kinds = ", ".join(f"{kind} {rank.memory[kind] / MIB:.1f}" for kind in KINDS)
     memory = f"memory of rank {rank.rank}: {rank.peak_bytes / MIB:.0f} MiB at its peak; of that {kinds}"
     console.print(f"\n{memory}", soft_wrap=True)
-    for number, each in enumerate(ranks[0].top(), start=1):
+    for number, each in enumerate(ranks[0].operators, start=1):
         cost = f"{1000 * each.seconds / traced:.2f} ms in {each.calls / traced:.0f} calls a step"
         called_in = f", {escape_name(each.line)}" if each.line else ""
         console.print(f"{number}. {each.name}: {cost}{called_in}", soft_wrap=True)
@@ -102,23 +139,13 @@ def rank_table(ranks: Sequence[RankProfile]) -> Table:
     for rank in ranks:
         table.add_row(
             str(rank.rank),
-            f"{1000 * busy(rank):.2f}",
+            f"{1000 * rank.busy:.2f}",
             f"{1000 * rank.phases['exchange']:.2f}",
             f"{rank.flops / 1e9:.2f}",
-            f"{utilization(rank):.0%}",
+            f"{rank.utilization:.0%}",
             f"{rank.peak_bytes / MIB:.0f}",
         )
     return table
-
-
-def busy(rank: RankProfile) -> float:
-    """Return the seconds of a step in which a rank does not wait for others."""
-    return sum(rank.phases[name] for name in BUSY)
-
-
-def utilization(rank: RankProfile) -> float:
-    """Return the operations of a step per second, as a share of the peak (MFU)."""
-    return rank.flops / rank.step_seconds / rank.peak_flops if rank.peak_flops else 0.0
 
 
 def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
@@ -128,7 +155,7 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
     share["exchange"] = min(rank.phases["exchange"] for rank in ranks) / whole  # more is waiting for a slow rank
     if min(rank.phases["data"] for rank in ranks) > MUCH * whole:  # on every rank, on some perhaps longer
         return f"{share['data']:.0%} of a step is {ADVICE['data']}."
-    computing = statistics.mean(map(utilization, ranks)) / max(share["forward"] + share["backward"], 1e-9)
+    computing = statistics.mean(rank.utilization for rank in ranks) / max(share["forward"] + share["backward"], 1e-9)
     if (rank := _slow_rank(ranks)) is not None:
         return _slow_rank_advice(rank, ranks, is_equal=is_equal)
     if (most := max(ADVICE, key=share.__getitem__)) and share[most] > MUCH:
@@ -145,7 +172,7 @@ def _slow_rank(ranks: Sequence[RankProfile]) -> RankProfile | None:
     """Find the rank that is slower per micro-batch than the others and keeps them waiting, if one does."""
     if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
         return None
-    each = [busy(rank) / rank.micro_batches for rank in ranks]
+    each = [rank.busy / rank.micro_batches for rank in ranks]
     place = max(range(len(ranks)), key=each.__getitem__)
     usual = statistics.median(each[:place] + each[place + 1 :])
     is_slow = each[place] > SLOW * usual and _wait_seconds(ranks[place], ranks) > WAITS * ranks[place].step_seconds
@@ -170,66 +197,31 @@ def _slow_rank_advice(rank: RankProfile, ranks: Sequence[RankProfile], *, is_equ
     return f"{text}it takes {1000 * more[where]:.1f} ms longer in {UNITS[where]}; {change}."
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    steps: int
-    traced: int
-    to: Path
-    """Folder for the traces and the figures."""
-
-
-def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> list[RankProfile]:
-    """Measure, print tables and advice, write the traces and figures. Raises ConfigError, TrialFailed."""
+def profile(recipe: Recipe, *, steps: int, traced: int, to: Path, console: Console) -> list[RankProfile]:
+    """Measure `steps` steps and trace `traced` further ones, print tables and advice, and write the traces and figures
+    to a folder. Raises ConfigError, TrialFailed."""
     processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.shards)
     try:
-        options.to.mkdir(parents=True, exist_ok=True)
-        for file in [*options.to.glob("trace-rank-*.json.gz"), options.to / FACTS]:  # of an earlier profile
+        to.mkdir(parents=True, exist_ok=True)
+        for file in [*to.glob("trace-rank-*.json.gz"), to / FACTS]:  # of an earlier profile
             file.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--to {options.to}: cannot be written ({error.strerror}); name another folder") from None
+        raise ConfigError(f"--to {to}: cannot be written ({error.strerror}); name another folder") from None
     prepared(recipe)
     report = timed_lines(console)
     report(f"starting {processes_text(processes)} ...")
-    ranks = _run_steps(recipe, options, processes=processes, report=report)
-    sentence = advice(ranks, is_equal=recipe.parallel.HAS_EQUAL_WORK)
-    facts = {"advice": sentence, "traced_steps": options.traced, "ranks": [each.model_dump() for each in ranks]}
-    storage.write(options.to / FACTS, json.dumps(facts, indent=1))
-    print_profile(ranks, console, traced=options.traced)
-    text = f"traces, for https://ui.perfetto.dev or TensorBoard: {trace_file(options.to, 0)}"
-    console.print(f"\n{sentence}\n\n{text}{' and so on' if processes > 1 else ''}", soft_wrap=True)
-    return ranks
-
-
-def _run_steps(
-    recipe: Recipe, options: ProfileOptions, *, processes: int, report: Callable[[str], None]
-) -> list[RankProfile]:
-    """Run the steps in a temporary folder, and report their stages. Raises TrialFailed."""
-    steps = WARM_UP + options.steps + COUNTED + options.traced + LAST
-    temporary = tempfile.TemporaryDirectory(prefix="lockstep-profile-", ignore_cleanup_errors=True)
-    with ended_by_sigterm(), temporary as made:
-        sections = trials.without_interruptions(recipe, Path(made) / "run", steps=steps)
+    request = ProfileRequest(traces=to.absolute(), warm_up=WARM_UP, steps=steps, traced=traced)
+    with trials.temporary_folder("lockstep-profile-") as folder:
+        of_all = WARM_UP + steps + COUNTED + traced + LAST
+        sections = trials.without_interruptions(recipe, folder / "run", steps=of_all)
         sections["observe"] = {"sinks": (), "file": None, "desync_every": None}
         varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(processes))
-        request = ProfileRequest(
-            facts=Path(made), traces=options.to.absolute(), warm_up=WARM_UP, steps=options.steps, traced=options.traced
-        )
-        stages = _stage_poll(Path(made) / STAGE, report)
-        trial = trials.run(varied, Path(made), task="profile", request=request, processes=processes, poll=stages)
-        if trial.code:
-            raise TrialFailed(trial.output, trial.code)
-        files = [Path(made) / f"rank-{rank}.json" for rank in range(processes)]
-        return [RankProfile.model_validate_json(file.read_bytes()) for file in files]
-
-
-def _stage_poll(file: Path, report: Callable[[str], None]) -> Callable[[], None]:
-    """Return a function that reports the file's line where it has changed since the last call."""
-    before = ""
-
-    def look() -> None:
-        nonlocal before
-        with suppress(FileNotFoundError):
-            if (text := file.read_text(encoding="utf-8")) != before:
-                before = text
-                report(f"{text} ...")
-
-    return look
+        trials.run(varied, folder, task="profile", request=request, processes=processes, report=report).checked()
+        ranks = trials.results(folder, RankProfile)
+    sentence = advice(ranks, is_equal=recipe.parallel.HAS_EQUAL_WORK)
+    facts = {"advice": sentence, "traced_steps": traced, "ranks": [each.model_dump() for each in ranks]}
+    storage.write(to / FACTS, json.dumps(facts, indent=1))
+    print_profile(ranks, console, traced=traced)
+    text = f"traces, for https://ui.perfetto.dev or TensorBoard: {trace_file(to, 0)}"
+    console.print(f"\n{sentence}\n\n{text}{' and so on' if processes > 1 else ''}", soft_wrap=True)
+    return ranks

@@ -1,14 +1,12 @@
 """Measures how throughput grows with the number of processes, by training some steps on each."""
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,11 +16,10 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.world import World, cores
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.memory_meter import GB
-from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.observe.svg_figure import draw_svg
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.trials import TrialFailed, check_writable, prepared, processes_text, timed_lines
+from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,20 +61,14 @@ class ScaleRow:
 
 
 def print_scaling(rows: Sequence[ScaleRow], console: Console, *, notes: Sequence[str]) -> None:
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("processes", "batch", "samples/s", "lowest", "highest", "speed-up", "efficiency", "memory"):
-        made.add_column(heading, justify="right")
+    headings = ("processes", "batch", "samples/s", "lowest", "highest", "speed-up", "efficiency", "memory")
+    made = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in made.columns:
+        column.justify = "right"
     for row in rows:
-        made.add_row(
-            str(row.processes),
-            str(row.global_batch),
-            f"{row.rate:,.1f}",
-            f"{min(row.rates):,.1f}",
-            f"{max(row.rates):,.1f}",
-            f"{row.speed_up:.2f}",
-            f"{row.efficiency:.0%}",
-            f"{row.peak_bytes / GB:.2f} GB",
-        )
+        rates = (f"{rate:,.1f}" for rate in (row.rate, min(row.rates), max(row.rates)))
+        growth = f"{row.speed_up:.2f}", f"{row.efficiency:.0%}"
+        made.add_row(str(row.processes), str(row.global_batch), *rates, *growth, f"{row.peak_bytes / GB:.2f} GB")
     console.print(made)
     for note in notes:
         console.print(note, soft_wrap=True)
@@ -109,10 +100,6 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
     return draw_svg(draw, settings=STYLE, metadata={"Title": "Throughput by number of processes"})
 
 
-class NoRequest(BaseModel):
-    """Empty request: the task needs only its recipe."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
     world_sizes: tuple[int, ...]
@@ -126,24 +113,31 @@ class ScaleOptions:
     json: Path | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleRun:
-    samples_per_second: float
-    peak_bytes: int
-
-
 def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[ScaleRow]:
     """Measure, print a table, write the picture and JSON. Raises ConfigError, TrialFailed."""
-    checked(recipe, options)
+    check(recipe, options)
     prepared(recipe)
     report = timed_lines(console)
-    seen: dict[int, list[ScaleRun]] = {size: [] for size in options.world_sizes}
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-scale-", ignore_cleanup_errors=True) as made:
+    rates, peaks = ({size: list[float]() for size in options.world_sizes} for _ in range(2))
+    with trials.temporary_folder("lockstep-scale-") as folder:
         for number in range(options.rounds):
             for size in options.world_sizes if number % 2 == 0 else reversed(options.world_sizes):
                 report(f"round {number + 1}: {processes_text(size)} ...")
-                seen[size].append(_measure(recipe, options, size=size, folder=Path(made) / f"{number}-{size}"))
-    rows = rows_of(recipe, options, seen)
+                rate, peak = _measure(recipe, options, size=size, folder=folder / f"{number}-{size}")
+                rates[size].append(rate)
+                peaks[size].append(peak)
+    smallest = min(rates)
+    rows = [
+        ScaleRow(
+            processes=size,
+            global_batch=_global_batch(recipe, options, size),
+            rates=tuple(rates[size]),
+            base_rates=tuple(rates[smallest]),
+            base_processes=smallest,
+            peak_bytes=int(max(peaks[size])),
+        )
+        for size in sorted(rates)
+    ]
     print_scaling(rows, console, notes=_notes(recipe, options))
     if options.json is not None:
         storage.write(options.json, json.dumps([asdict(row) for row in rows], indent=1))
@@ -152,41 +146,21 @@ def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[Sc
     return rows
 
 
-def checked(recipe: Recipe, options: ScaleOptions) -> None:
+def check(recipe: Recipe, options: ScaleOptions) -> None:
     """Raise ConfigError for options that cannot be met."""
-    for option, file in (("--json", options.json), ("--picture", options.picture)):
-        if file is not None:
-            check_writable(option, file)
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise ConfigError(f"--picture {options.picture}: it is an SVG file, so let its name end in .svg")
-    most, shards = max(options.world_sizes), recipe.train.shards
+    check_writable("--json", options.json)
+    check_writable("--picture", options.picture, suffix=".svg")
+    most, shards, limit = max(options.world_sizes), recipe.train.shards, recipe.parallel.MOST_PROCESSES
     if not options.is_weak and most > shards:
         raise ConfigError(
             f"--world {most}: a step has only {shards} micro-batches to share out; give at most {shards}, a smaller "
             "train.micro_batch, or --weak, with which the global batch grows"
         )
-    limit = recipe.parallel.MOST_PROCESSES
     if limit is not None and most > limit:
         raise ConfigError(
             f"--world {most}: parallel.kind={recipe.parallel.kind} runs on {processes_text(limit)} at most; "
             "set another, such as parallel.kind=ddp"
         )
-
-
-def rows_of(recipe: Recipe, options: ScaleOptions, seen: dict[int, list[ScaleRun]]) -> list[ScaleRow]:
-    """Return a row for each number of processes, with speed-up and efficiency against the smallest one."""
-    smallest = min(seen)
-    return [
-        ScaleRow(
-            processes=size,
-            global_batch=_global_batch(recipe, options, size),
-            rates=tuple(run.samples_per_second for run in seen[size]),
-            base_rates=tuple(run.samples_per_second for run in seen[smallest]),
-            base_processes=smallest,
-            peak_bytes=max(run.peak_bytes for run in seen[size]),
-        )
-        for size in sorted(seen)
-    ]
 
 
 def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
@@ -195,18 +169,16 @@ def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
     return of_smallest * size // min(options.world_sizes) if options.is_weak else of_smallest
 
 
-def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> ScaleRun:
-    """Train on some processes, without evaluations and saves before the end."""
+def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> tuple[float, int]:
+    """Train on some processes, without evaluations and saves before the end -> samples per second, and the peak memory
+    of all processes together."""
     folder.mkdir()
     sections = trials.without_interruptions(recipe, folder / "run", steps=WARM_UP + options.steps)
     sections["train"]["global_batch"] = _global_batch(recipe, options, size)
     sections["observe"] = {"sinks": (), "log_every": WARM_UP, "file": None}
     varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(size))
-    trial = trials.run(varied, folder, task="scale", request=NoRequest(), processes=size)
-    if trial.code:
-        raise TrialFailed(trial.output, trial.code)
-    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-    return ScaleRun(samples_per_second=summary["train_samples_per_second"], peak_bytes=trial.peak_bytes)
+    trial = trials.run(varied, folder, task="scale", request=None, processes=size).checked()
+    return storage.read_json(folder / "run" / "summary.json")["train_samples_per_second"], trial.peak_bytes
 
 
 def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:

@@ -19,26 +19,23 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     train, processes = context.recipe.train, context.processes * context.launch.max_nodes
     shards = train.shards
     if processes > shards:
-        yield Diagnosis(
-            code="LS-CFG-01",
-            severity="warning",
-            cause=f"a step has {shards} micro-batches for {processes} processes: {processes - shards} of them wait",
-            repair=f"lower train.micro_batch to {max(1, train.global_batch // processes)}, or launch.processes",
+        yield Diagnosis.warning(
+            "LS-CFG-01",
+            f"a step has {shards} micro-batches for {processes} processes: {processes - shards} of them wait",
+            f"lower train.micro_batch to {max(1, train.global_batch // processes)}, or launch.processes",
         )
     elif shards % processes:
         most, least = -(-shards // processes), shards // processes
-        yield Diagnosis(
-            code="LS-CFG-02",
-            severity="note",
-            cause=f"{shards} micro-batches among {processes} processes: some run {most}, some {least} and wait",
-            repair=f"let train.global_batch / train.micro_batch be a multiple of {processes}",
+        yield Diagnosis.note(
+            "LS-CFG-02",
+            f"{shards} micro-batches among {processes} processes: some run {most}, some {least} and wait",
+            f"let train.global_batch / train.micro_batch be a multiple of {processes}",
         )
     samples = len(context.splits.train)
     rest = samples % train.global_batch
     if samples > train.global_batch and 0 < rest < SMALL * train.global_batch:
-        yield Diagnosis(
-            code="LS-CFG-03",
-            severity="note",
-            cause=f"the last step of an epoch has {rest} of {train.global_batch} samples, and weighs as much as others",
-            repair="choose a train.global_batch that divides the samples better, or leave it so",
+        yield Diagnosis.note(
+            "LS-CFG-03",
+            f"the last step of an epoch has {rest} of {train.global_batch} samples, and weighs as much as others",
+            "choose a train.global_batch that divides the samples better, or leave it so",
         )

@@ -14,9 +14,8 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Check the model's files, packages and code; texts cannot be opened without its tokenizer."""
     error = context.opened.error if isinstance(context.opened.error, ModelError) else context.parameters.error
     if error is not None and not isinstance(error, NotExamined):
-        yield Diagnosis(
-            code="LS-MODEL-01",
-            severity="error",
-            cause=str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
-            repair="look at the model section of the config; `lockstep train CONFIG` shows where the error comes from",
+        yield Diagnosis.error(
+            "LS-MODEL-01",
+            str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
+            "look at the model section of the config; `lockstep train CONFIG` shows where the error comes from",
         )

@@ -32,19 +32,17 @@ def check(context: DoctorContext, *, cgroup: Path = CGROUP) -> Iterator[Diagnosi
         )
     throttled = _throttled_seconds(cgroup)
     if throttled > 0:
-        yield Diagnosis(
-            code="LS-CPU-02",
-            severity="warning",
-            cause=f"the container's CPU limit has stopped its processes for {throttled:.0f} s so far",
-            repair="raise the CPU limit, or run fewer processes and threads",
+        yield Diagnosis.warning(
+            "LS-CPU-02",
+            f"the container's CPU limit has stopped its processes for {throttled:.0f} s so far",
+            "raise the CPU limit, or run fewer processes and threads",
         )
     busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100
     if busy > BUSY:
-        yield Diagnosis(
-            code="LS-CPU-03",
-            severity="note",
-            cause=f"other processes use {busy:.0%} of this machine's cores now",
-            repair="look at `top`: they make steps slower, and measurements worthless",
+        yield Diagnosis.note(
+            "LS-CPU-03",
+            f"other processes use {busy:.0%} of this machine's cores now",
+            "look at `top`: they make steps slower, and measurements worthless",
         )
 
 

@@ -30,11 +30,10 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     try:
         probe.mkdir()
     except OSError as error:
-        yield Diagnosis(
-            code="LS-RUN-01",
-            severity="error",
-            cause=f"{folder} cannot be written to: {error.strerror}",
-            repair="choose another run.dir, or change its permissions",
+        yield Diagnosis.error(
+            "LS-RUN-01",
+            f"{folder} cannot be written to: {error.strerror}",
+            "choose another run.dir, or change its permissions",
         )
         return
     try:
@@ -49,12 +48,11 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     bytes_each = BYTES_PER_PARAMETER * context.parameters.needed()
     needed, free = bytes_each * (context.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
     if free < needed:
-        yield Diagnosis(
-            code="LS-RUN-04",
-            severity="error",
-            cause=f"{folder} has {free / 1e9:.1f} GB free, and {context.recipe.checkpoint.keep} checkpoints and "
+        yield Diagnosis.error(
+            "LS-RUN-04",
+            f"{folder} has {free / 1e9:.1f} GB free, and {context.recipe.checkpoint.keep} checkpoints and "
             f"one that is being written need about {needed / 1e9:.1f} GB",
-            repair="lower checkpoint.keep, free some space, or choose another run.dir",
+            "lower checkpoint.keep, free some space, or choose another run.dir",
         )
 
 
@@ -78,18 +76,16 @@ def _probe(folder: Path) -> Iterator[Diagnosis]:
         os.replace(file, renamed)
         os.replace(folder / "c", folder / "d")
     except OSError as error:
-        yield Diagnosis(
-            code="LS-RUN-02",
-            severity="error",
-            cause=f"{folder.parent} cannot hold checkpoints: writing, syncing or renaming failed ({error.strerror})",
-            repair="choose a run.dir on a local disk, or on a network file system with atomic renames",
+        yield Diagnosis.error(
+            "LS-RUN-02",
+            f"{folder.parent} cannot hold checkpoints: writing, syncing or renaming failed ({error.strerror})",
+            "choose a run.dir on a local disk, or on a network file system with atomic renames",
         )
         return
     seconds = time.monotonic() - start
     if seconds > SLOW_SECONDS:
-        yield Diagnosis(
-            code="LS-RUN-03",
-            severity="warning",
-            cause=f"writing and syncing 1 MiB in {folder.parent} takes {seconds:.1f} s",
-            repair="choose a faster disk for run.dir, or save less often (checkpoint.every_steps)",
+        yield Diagnosis.warning(
+            "LS-RUN-03",
+            f"writing and syncing 1 MiB in {folder.parent} takes {seconds:.1f} s",
+            "choose a faster disk for run.dir, or save less often (checkpoint.every_steps)",
         )

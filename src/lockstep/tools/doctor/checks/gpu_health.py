@@ -44,11 +44,10 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     environment = {**os.environ, **context.launch.environment}  # noqa: TID251 (what NCCL reads)
     for name, (value, effect) in SLOW_SETTINGS.items():
         if environment.get(name, "").upper() == value:
-            yield Diagnosis(
-                code="LS-GPU-02",
-                severity="warning",
-                cause=f"{name}={value} is set: {effect}",
-                repair=f"unset {name}, unless it works around a fault of this machine",
+            yield Diagnosis.warning(
+                "LS-GPU-02",
+                f"{name}={value} is set: {effect}",
+                f"unset {name}, unless it works around a fault of this machine",
             )
     for number, line in enumerate(_driver_lines()):
         fields = [field.strip() for field in line.split(",")]
@@ -59,12 +58,7 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
 def shared_out(processes: int, gpus: int) -> Iterator[Diagnosis]:
     """Check that each process has its own GPU, where there are any."""
     if gpus and processes > gpus:
-        yield Diagnosis(
-            code="LS-GPU-01",
-            severity="error",
-            cause=f"{processes} processes for {gpus} GPUs",
-            repair=f"set launch.processes={gpus}",
-        )
+        yield Diagnosis.error("LS-GPU-01", f"{processes} processes for {gpus} GPUs", f"set launch.processes={gpus}")
 
 
 def _driver_lines() -> list[str]:
@@ -83,23 +77,20 @@ def _driver_lines() -> list[str]:
 def health(number: int, facts: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Check the driver's report on one GPU, where an unknown field is "[N/A]"."""
     if facts["errors"].isdecimal() and int(facts["errors"]):
-        yield Diagnosis(
-            code="LS-GPU-03",
-            severity="error",
-            cause=f"GPU {number} has had {facts['errors']} uncorrected memory errors since it was reset",
-            repair="reset or replace it (`nvidia-smi -q -d ECC`): its results cannot be trusted",
+        yield Diagnosis.error(
+            "LS-GPU-03",
+            f"GPU {number} has had {facts['errors']} uncorrected memory errors since it was reset",
+            "reset or replace it (`nvidia-smi -q -d ECC`): its results cannot be trusted",
         )
     if slowed := [reason for reason in ("thermal", "power") if facts[reason] == "Active"]:
-        yield Diagnosis(
-            code="LS-GPU-04",
-            severity="warning",
-            cause=f"GPU {number} runs at a lower clock ({' and '.join(slowed)} slowdown)",
-            repair="look at its cooling and power supply (`nvidia-smi -q -d PERFORMANCE`)",
+        yield Diagnosis.warning(
+            "LS-GPU-04",
+            f"GPU {number} runs at a lower clock ({' and '.join(slowed)} slowdown)",
+            "look at its cooling and power supply (`nvidia-smi -q -d PERFORMANCE`)",
         )
     if facts["used"].isdecimal() and facts["total"].isdecimal() and int(facts["used"]) > USED * int(facts["total"]):
-        yield Diagnosis(
-            code="LS-GPU-05",
-            severity="warning",
-            cause=f"{facts['used']} of {facts['total']} MiB of GPU {number} are in use by other processes",
-            repair="end them (`nvidia-smi`), or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        yield Diagnosis.warning(
+            "LS-GPU-05",
+            f"{facts['used']} of {facts['total']} MiB of GPU {number} are in use by other processes",
+            "end them (`nvidia-smi`), or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )

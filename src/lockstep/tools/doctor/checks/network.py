@@ -31,11 +31,10 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     for interface in filter(None, (context.launch.interface or "").split(",")):
         if interface not in states or not states[interface].isup:
             known = ", ".join(sorted(each for each, state in states.items() if state.isup))
-            yield Diagnosis(
-                code="LS-NET-02",
-                severity="error",
-                cause=f"launch.interface={interface} is {'down' if interface in states else 'not on this machine'}",
-                repair=f"name one that is up: {known}",
+            yield Diagnosis.error(
+                "LS-NET-02",
+                f"launch.interface={interface} is {'down' if interface in states else 'not on this machine'}",
+                f"name one that is up: {known}",
             )
     try:
         with socket.socket() as server:
@@ -43,9 +42,8 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
             server.listen()
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
-        yield Diagnosis(
-            code="LS-NET-03",
-            severity="error",
-            cause=f"a process cannot reach a port of its own machine: {error.strerror or error}",
-            repair="look at the firewall's rules for the loopback interface",
+        yield Diagnosis.error(
+            "LS-NET-03",
+            f"a process cannot reach a port of its own machine: {error.strerror or error}",
+            "look at the firewall's rules for the loopback interface",
         )

@@ -46,11 +46,10 @@ def _drift(context: DoctorContext, checkpoint: Path) -> Iterator[Diagnosis]:
     known = {name: value for name, value in before.items() if name in now}
     if differing := layout.differences(known, {name: now[name] for name in known}):
         names = "; ".join(layout.described(*each) for each in differing[:3])
-        yield Diagnosis(
-            code="LS-CKPT-02",
-            severity="error",
-            cause=f"{checkpoint} was made with other settings: {names}",
-            repair="set them back, choose another run.name, or resume with --allow-drift",
+        yield Diagnosis.error(
+            "LS-CKPT-02",
+            f"{checkpoint} was made with other settings: {names}",
+            "set them back, choose another run.name, or resume with --allow-drift",
         )
 
 
@@ -59,10 +58,9 @@ def too_short(context: DoctorContext, folder: Path) -> Iterator[Diagnosis]:
     lines = RunFolder(folder).history()
     seconds = max((line.seconds for line in lines if line.kind == "saved"), default=0.0)
     if FACTOR * seconds > context.launch.grace_seconds:
-        yield Diagnosis(
-            code="LS-CKPT-03",
-            severity="error",
-            cause=f"a save took {seconds:.0f} s, and launch.grace_seconds is {context.launch.grace_seconds}: "
+        yield Diagnosis.error(
+            "LS-CKPT-03",
+            f"a save took {seconds:.0f} s, and launch.grace_seconds is {context.launch.grace_seconds}: "
             "a run that is asked to stop may have to wait for one save and make another",
-            repair=f"set launch.grace_seconds={2 * round(FACTOR * seconds)}",
+            f"set launch.grace_seconds={2 * round(FACTOR * seconds)}",
         )

@@ -4,17 +4,16 @@ import platform
 import secrets
 import shutil
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.base import storage, trust
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.doctor.diagnosis import FACTS, MB, Diagnosis, ExaminationRequest, RankFacts
+from lockstep.tools.doctor.diagnosis import MB, Diagnosis, ExaminationRequest, RankFacts
 from lockstep.tools.doctor.doctor_context import DoctorContext
 from lockstep.tools.trials import processes_text, strategy, varied
 
@@ -39,14 +38,10 @@ TIMEOUT_SECONDS = 60.0
 def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Check the processes of this machine, or of all machines that take part."""
     recipe = varied(context.recipe, {}, parallel=strategy("ddp"))
-    with (
-        ended_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as made,
-    ):
+    measure = _here if context.node is None else _on_nodes
+    with trials.temporary_folder("lockstep-doctor-") as folder:
         try:
-            context.ranks = (
-                _here(context, recipe, Path(made)) if context.node is None else _on_nodes(context, recipe, Path(made))
-            )
+            context.ranks = measure(context, recipe, folder)
         except LaunchError as error:
             yield Diagnosis(
                 code=error.code,
@@ -62,14 +57,12 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
 
 def _here(context: DoctorContext, recipe: Recipe, folder: Path) -> list[RankFacts]:
     """Measure on this machine. Raises LaunchError."""
-    run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
-    recipe = recipe.model_copy(update={"run": run})
-    request = ExaminationRequest()
-    trial = trials.run(recipe, folder, task="doctor", request=request, processes=context.processes)
+    recipe = varied(recipe, {"run": {"dir": folder, "name": "run"}}, parallel=recipe.parallel)
+    trial = trials.run(recipe, folder, task="doctor", request=ExaminationRequest(), processes=context.processes)
     if trial.code:
         output = trial.output.strip() or "they wrote nothing"
         raise LaunchError(f"{processes_text(context.processes)} ended with exit code {trial.code}:\n{output}")
-    return read_facts(recipe.folder)
+    return trials.results(recipe.folder, RankFacts)
 
 
 def _on_nodes(context: DoctorContext, recipe: Recipe, folder: Path) -> list[RankFacts]:
@@ -78,13 +71,13 @@ def _on_nodes(context: DoctorContext, recipe: Recipe, folder: Path) -> list[Rank
     request = folder / "request.json"
     found = tuple(each.model_copy(update={"host": platform.node()}) for each in context.of_this_machine)
     storage.write(request, ExaminationRequest(findings=found).model_dump_json())
-    run = recipe.run.model_copy(update={"name": f"doctor-{secrets.token_hex(4)}"})
-    launch = recipe.launch.model_copy(update={"max_restarts": 0, "collective_timeout_seconds": TIMEOUT_SECONDS})
-    recipe = recipe.model_copy(update={"run": run, "launch": launch})
+    sections: dict[str, dict[str, Any]] = {"run": {"name": f"doctor-{secrets.token_hex(4)}"}}
+    sections["launch"] = {"max_restarts": 0, "collective_timeout_seconds": TIMEOUT_SECONDS}
+    recipe = varied(recipe, sections, parallel=recipe.parallel)
     arguments = ("--task", "doctor", "--request", str(request), *trust.arguments())
     try:
         code = launch_run.launch_node(recipe, context.config, arguments, node=context.node, name="doctor")
-        ranks = read_facts(recipe.folder)
+        ranks = trials.results(recipe.folder, RankFacts)
     except PeerLost as error:
         raise LaunchError(str(error), code="LS-NODE-01") from None
     finally:
@@ -94,22 +87,15 @@ def _on_nodes(context: DoctorContext, recipe: Recipe, folder: Path) -> list[Rank
     return ranks
 
 
-def read_facts(folder: Path) -> list[RankFacts]:
-    """Read the facts of all ranks, in their order."""
-    facts = [RankFacts.model_validate_json(file.read_bytes()) for file in folder.glob(FACTS.format("*"))]
-    return sorted(facts, key=lambda each: each.rank)
-
-
 def judged(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
     """Yield the ranks' own findings, then those that follow from comparing their facts."""
     for rank in ranks:
         yield from rank.findings
     if len(kinds := {rank.processor for rank in ranks}) > 1:
-        yield Diagnosis(
-            code="LS-RANK-02",
-            severity="warning",
-            cause=f"machines have different processors: {', '.join(sorted(kinds))}",
-            repair="the same bits are promised on machines of one kind only (docs/same-bits.md): choose such machines",
+        yield Diagnosis.warning(
+            "LS-RANK-02",
+            f"machines have different processors: {', '.join(sorted(kinds))}",
+            "the same bits are promised on machines of one kind only (docs/same-bits.md): choose such machines",
         )
     yield from _slow_processors(ranks)
     yield from _slow_links(ranks)
@@ -120,11 +106,10 @@ def _slow_processors(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
         others = [other.flops for other in ranks if other is not rank]
         usual = statistics.median(others) if others else 0.0
         if rank.flops < SLOW_PROCESSOR * usual:
-            yield Diagnosis(
-                code="LS-RANK-03",
-                severity="warning",
-                cause=f"rank {rank.rank} on {rank.host} reaches {rank.flops / usual:.0%} of the others' speed",
-                repair="look at heat and power saving there: every step waits for the slowest rank",
+            yield Diagnosis.warning(
+                "LS-RANK-03",
+                f"rank {rank.rank} on {rank.host} reaches {rank.flops / usual:.0%} of the others' speed",
+                "look at heat and power saving there: every step waits for the slowest rank",
             )
 
 
@@ -133,9 +118,8 @@ def _slow_links(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
     usual = statistics.median(speeds.values()) if len(speeds) > 2 else 0.0
     for (one, other), speed in speeds.items():
         if speed < SLOW_LINK * usual:
-            yield Diagnosis(
-                code="LS-NET-04",
-                severity="warning",
-                cause=f"rank {one} sends {speed / MB:.0f} MB/s to rank {other}; the median is {usual / MB:.0f} MB/s",
-                repair="look at the cable, the switch, and launch.interface of these machines",
+            yield Diagnosis.warning(
+                "LS-NET-04",
+                f"rank {one} sends {speed / MB:.0f} MB/s to rank {other}; the median is {usual / MB:.0f} MB/s",
+                "look at the cable, the switch, and launch.interface of these machines",
             )

@@ -22,11 +22,10 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
     if isinstance(context.opened.error, ModelError):  # which the check of the model reports
         return
     if (error := context.opened.error) is not None:
-        yield Diagnosis(
-            code="LS-DATA-01",
-            severity="error",
-            cause=str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
-            repair="`lockstep data CONFIG` opens it alone; docs/your-own.md says what a source has to be",
+        yield Diagnosis.error(
+            "LS-DATA-01",
+            str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
+            "`lockstep data CONFIG` opens it alone; docs/your-own.md says what a source has to be",
         )
         return
     for name, source in (("training", context.splits.train), ("test", context.splits.test)):
@@ -39,11 +38,10 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
             )
     loaders = context.recipe.data.workers * context.processes
     if loaders and loaders + context.processes > 2 * cores():
-        yield Diagnosis(
-            code="LS-DATA-03",
-            severity="warning",
-            cause=f"{loaders} loader processes and {context.processes} ranks share {cores()} cores",
-            repair=f"set data.workers={max(0, cores() // context.processes - 1)}",
+        yield Diagnosis.warning(
+            "LS-DATA-03",
+            f"{loaders} loader processes and {context.processes} ranks share {cores()} cores",
+            f"set data.workers={max(0, cores() // context.processes - 1)}",
         )
 
 

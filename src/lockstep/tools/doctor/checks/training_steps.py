@@ -1,17 +1,14 @@
 """A few steps of the run, on its own processes and on one: whether they work, have the same bits, and save in time."""
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.tools.doctor.checks.folder_of_runs import existing
 from lockstep.tools.doctor.checks.newest_checkpoint import too_short
 from lockstep.tools.doctor.diagnosis import Diagnosis
 from lockstep.tools.doctor.doctor_context import DoctorContext
 from lockstep.tools.prove.proof_request import ProofRequest, train_samples
 from lockstep.tools.prove.proof_runs import ProofRuns, RunVariant
-from lockstep.tools.trials import processes_text
+from lockstep.tools.trials import processes_text, temporary_folder
 
 SCOPE = "training"
 CODES = {
@@ -27,46 +24,31 @@ SHOWN_LINES = 6
 def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Train a few steps. Raises NotExamined where the data cannot be opened or the model cannot be built."""
     context.parameters.needed()
-    place = existing(context.recipe.run.dir)
-    with (
-        ended_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place, ignore_cleanup_errors=True) as temporary,
-    ):
-        yield from _steps(context, Path(temporary))
-
-
-def _steps(context: DoctorContext, folder: Path) -> Iterator[Diagnosis]:
+    recipe = context.recipe
     request = ProofRequest(
-        train_samples=train_samples(context.recipe, len(context.splits.train)),
-        test_samples=min(len(context.splits.test), context.recipe.train.micro_batch),
+        train_samples=train_samples(recipe, len(context.splits.train)),
+        test_samples=min(len(context.splits.test), recipe.train.micro_batch),
     )
-    runs = ProofRuns(
-        recipe=context.recipe,
-        folder=folder,
-        steps=STEPS,
-        request=request,
-        report=lambda _: None,
-    )
-    digests = {}
-    for number in sorted({context.processes, 1}, reverse=True):
-        variant = RunVariant(name=f"on-{number}", processes=number, request=request)
-        code, run = runs.ended(variant)
-        if code:
-            lines = run.output.strip().splitlines() or ["they wrote nothing"]
-            yield Diagnosis(
-                code="LS-STEP-01",
-                severity="error",
-                cause=f"the first steps on {processes_text(number)} ended with exit code {code}",
-                repair="\n    ".join(lines[-SHOWN_LINES:]),
-            )
-            return
-        digests[number] = run.digest
-        if number == context.processes:
-            yield from too_short(context, run.folder)
+    with temporary_folder(".lockstep-doctor-", inside=existing(recipe.run.dir)) as folder:
+        runs = ProofRuns(recipe=recipe, folder=folder, steps=STEPS, request=request, report=lambda _: None)
+        digests = {}
+        for number in sorted({context.processes, 1}, reverse=True):
+            variant = RunVariant(name=f"on-{number}", processes=number, request=request)
+            code, run = runs.ended(variant)
+            if code:
+                lines = run.output.strip().splitlines() or ["they wrote nothing"]
+                yield Diagnosis.error(
+                    "LS-STEP-01",
+                    f"the first steps on {processes_text(number)} ended with exit code {code}",
+                    "\n    ".join(lines[-SHOWN_LINES:]),
+                )
+                return
+            digests[number] = run.digest
+            if number == context.processes:
+                yield from too_short(context, run.folder)
     if len(set(digests.values())) > 1:
-        yield Diagnosis(
-            code="LS-STEP-02",
-            severity="warning",
-            cause=f"after {STEPS} steps the weights on 1 and on {context.processes} processes are not the same bits",
-            repair="`lockstep prove CONFIG` says which part of the model, data or loss is the cause",
+        yield Diagnosis.warning(
+            "LS-STEP-02",
+            f"after {STEPS} steps the weights on 1 and on {context.processes} processes are not the same bits",
+            "`lockstep prove CONFIG` says which part of the model, data or loss is the cause",
         )
