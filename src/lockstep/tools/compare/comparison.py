@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,34 +107,24 @@ def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
         for name, t in mine.items()
         if name not in its
     ]
-    shared = [
-        difference(name, *pair) for names in _portions(a, b) for name, *pair in _read(names, (one, a), (other, b))
-    ]
+    shared = (difference(*each) for each in _read_shared(one, other, (a, b)))
     differing = [*one_sided, *(each for each in shared if each is not None)]
     return len({*a, *b}), sorted(differing, key=lambda each: sort_key(each.name))
 
 
-def _portions(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[list[str]]:
-    portion, size = [], 0
-    for name in sorted(a.keys() & b.keys(), key=sort_key):
-        portion.append(name)
-        size += a[name].nbytes + b[name].nbytes
-        if size >= AT_ONCE_BYTES:
-            yield portion
-            portion, size = [], 0
-    if portion:
-        yield portion
-
-
-def _read(names: list[str], *sides: tuple[Path, dict[str, Tensor]]) -> Iterator[tuple[Any, ...]]:
-    """Yield (name, tensor, other tensor) of each name."""
-    filled = []
-    for folder, kinds in sides:
-        tensors = {name: torch.empty_like(kinds[name], device="cpu") for name in names}
-        load(folder, tensors)
-        filled.append(tensors)
-    for name in names:
-        yield (name, *(tensors[name] for tensors in filled))
+def _read_shared(
+    one: Path, other: Path, kinds: tuple[dict[str, Tensor], dict[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, tensor, other tensor) of each name that both have, read in portions of AT_ONCE_BYTES."""
+    a, b = kinds
+    names = sorted(a.keys() & b.keys(), key=sort_key)
+    ends = accumulate(a[name].nbytes + b[name].nbytes for name in names)
+    for _, portion in groupby(zip(names, ends, strict=True), key=lambda each: each[1] // AT_ONCE_BYTES):
+        x = {name: torch.empty_like(a[name], device="cpu") for name, _ in portion}
+        y = {name: torch.empty_like(b[name], device="cpu") for name in x}
+        load(one, x)
+        load(other, y)
+        yield from ((name, x[name], y[name]) for name in x)
 
 
 @dataclass(frozen=True, kw_only=True)
