@@ -217,7 +217,13 @@ class Setting:
         """Return the memory of a process with these local shards of weights, replicated on `copies` ranks. At the start
         it builds the whole model, and holds `building` bytes beside it."""
         facts, whole = self.facts, self.facts.bytes_of(weights)
-        tensors = checkpoint_tensors(facts, weights, average=self.has_average) | {"buffers": facts.buffer_bytes}
+        tensors = {"buffers": facts.buffer_bytes} | {f"model.{w.name}": w.bytes for w in weights}
+        tensors |= {f"ema.{w.name}": w.bytes for w in weights if self.has_average}
+        for w in weights:
+            if w.is_trained:
+                state, rest = divmod(round(facts.optimizer_ratio * w.bytes), w.bytes or 1)
+                tensors |= {f"optimizer.{w.name}.{number}": w.bytes for number in range(state)}
+                tensors |= {f"optimizer.{w.name}.rest": rest}
         return Memory(
             fixed=facts.fixed_bytes,
             parameters=whole + facts.buffer_bytes,
@@ -284,16 +290,3 @@ def checkpoint_copy(tensors: dict[str, int], copies: int) -> int:
     meta = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in tensors.items()}
     ranks = range(min(copies, len(tensors) or 1))
     return max(sum(tensors[name] for name in assigned_names(meta, rank, copies)) for rank in ranks)
-
-
-def checkpoint_tensors(facts: Measurements, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
-    """Return name -> bytes of a checkpoint's tensors for some weights."""
-    tensors = {f"model.{w.name}": w.bytes for w in weights}
-    if average:
-        tensors |= {f"ema.{w.name}": w.bytes for w in weights}
-    for w in weights:
-        if w.is_trained:
-            whole, rest = divmod(round(facts.optimizer_ratio * w.bytes), w.bytes or 1)
-            tensors |= {f"optimizer.{w.name}.{number}": w.bytes for number in range(whole)}
-            tensors |= {f"optimizer.{w.name}.rest": rest}
-    return tensors

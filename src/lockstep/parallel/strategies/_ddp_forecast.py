@@ -24,8 +24,11 @@ def forecast(setting: Setting) -> Forecast:
         activations=peak - most * size,
         communication=buckets,
     )
-    exchange = cluster.send_seconds(sent, "pair", messages=2 * (world - 1)) + shared_seconds(setting, shared)
-    exchange += cluster.collective_seconds(2 + 2 * num_buckets(setting))
+    num_buckets = max(1, round(facts.bucket_bytes / (setting.section.bucket_mb * 2**20)))
+    exchange = cluster.send_seconds(sent, "pair", messages=2 * (world - 1))
+    exchange += cluster.collective_seconds(2 + 2 * num_buckets)  # in shared memory there are two barriers for each
+    if shared and cluster.links:  # each of L processes adds 1/L of L rows, the same work for any L
+        exchange += shared / cluster.links.exchange * cluster.slowdown
     has_free_core = facts.device == "cuda" or cluster.per_machine < cluster.slots
     hidden = min(exchange, OVERLAP * setting.seconds.passes) if has_free_core else 0.0
     return Forecast(
@@ -35,11 +38,6 @@ def forecast(setting: Setting) -> Forecast:
         times=setting.times(max(map(len, owned)), exchange - hidden),
         notes=setting.idle_notes(world),
     )
-
-
-def num_buckets(setting: Setting) -> int:
-    """Return the number of DDP's buckets, all of about one size; in shared memory there are two barriers for each."""
-    return max(1, round(setting.facts.bucket_bytes / (setting.section.bucket_mb * 2**20)))
 
 
 def sums_of(own: Shards, setting: Setting) -> PartialSums:
@@ -66,11 +64,3 @@ def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
     across = (cluster.machines - 1) / cluster.machines
     mapped = round((local - 1) / local * slots * size)  # pages of other processes count as this process's memory
     return mapped + round(across * bucket), round(2 * across * size / local), size
-
-
-def shared_seconds(setting: Setting, shared: int) -> float:
-    """Return the seconds of sums in shared memory: each of L processes adds 1/L of L rows, the same work for any L."""
-    if not shared:
-        return 0.0
-    assert setting.cluster.links is not None
-    return shared / setting.cluster.links.exchange * setting.cluster.slowdown

@@ -3,7 +3,6 @@
 S = processes that share the model, R = replicas, W = S * R.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from lockstep.core.reduction.tree import contiguous, cover, strided
@@ -61,23 +60,17 @@ def rounds_of(setting: Setting, size: int) -> tuple[int, PartialSums, int]:
 
 
 def gathered_bytes(setting: Setting, copies: int) -> int:
-    """Return the bytes of gathered blocks, and of the weights outside of blocks, which stay gathered."""
+    """Return the bytes of gathered blocks, and of the weights outside of blocks, which stay gathered. On a CPU the
+    largest block that is returned to the system adds to the largest of the others."""
     facts = setting.facts
     inside = [w for w in facts.weights if not w.is_root]
     outside = facts.bytes_of(w for w in facts.weights if w.is_root)
     blocks = [facts.bytes_of(w for w in inside if w.block == number) for number in range(len(facts.blocks))]
     if not setting.section.reshard:
         return outside + sum(blocks) + (copies - 1) * max(blocks, default=0)
-    return outside + copies * peak_of_sizes(blocks, facts.device)
-
-
-def peak_of_sizes(sizes: Iterable[int], device: str) -> int:
-    """Return the largest; on a CPU, the largest returned to the system plus the largest of the others."""
-    sizes = list(sizes)
-    if device != "cpu":
-        return max(sizes, default=0)
-    large, small = ([size for size in sizes if (size > LARGE_BYTES) == is_large] for is_large in (True, False))
-    return max(large, default=0) + max(small, default=0)
+    large = [size for size in blocks if size > LARGE_BYTES and facts.device == "cpu"]
+    small = [size for size in blocks if size <= LARGE_BYTES or facts.device != "cpu"]
+    return outside + copies * (max(large, default=0) + max(small, default=0))
 
 
 def shard_traffic(setting: Setting, weights: list[Weight], *, size: int, rounds: int) -> tuple[int, float]:

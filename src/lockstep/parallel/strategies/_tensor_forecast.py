@@ -8,7 +8,6 @@ from dataclasses import replace
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.core.reduction.tree import contiguous, cover
 from lockstep.parallel.forecast import Forecast, Setting, peak_of_passes, sequential_sums
-from lockstep.parallel.measurements import Measurements, Weight
 
 SUMS_PER_BLOCK = 4
 """All-reduces of activations: after attention and after the MLP, in both passes."""
@@ -17,9 +16,10 @@ SUMS_PER_BLOCK = 4
 def forecast(setting: Setting) -> Forecast:
     """Return the forecast of the first rank. Raises LaunchError, and ModelError for a model that cannot be split so."""
     facts, cluster = setting.facts, setting.cluster
-    size, replicas = sizes(setting)
-    check(facts, size)
-    weights = [local_shard(w, size) for w in facts.weights]
+    size = cluster.world if setting.section.size == "all" else setting.section.size
+    check(setting, size)
+    replicas = cluster.world // size
+    weights = [replace(w, bytes=-(-w.bytes // size)) if w.is_split else w for w in facts.weights]
     shards = contiguous(0, replicas, shards=setting.shards, present=setting.present) or [0]
     sums, trained = sequential_sums(shards, setting.present), facts.bytes_of(weights, is_trained=True)
     memory = setting.memory(
@@ -45,26 +45,16 @@ def forecast(setting: Setting) -> Forecast:
     )
 
 
-def sizes(setting: Setting) -> tuple[int, int]:
-    """Return the number of processes that share a model, and the number of its replicas. Raises LaunchError."""
-    world = setting.cluster.world
-    size = world if setting.section.size == "all" else setting.section.size
-    if world % size:
-        raise LaunchError(f"parallel.size={size} does not divide {world} processes")
-    return size, world // size
-
-
-def check(facts: Measurements, size: int) -> None:
-    """Raise ModelError where a model has no plan, or cannot be divided by so many processes."""
-    if facts.unsplittable is not None:
-        raise ModelError(facts.unsplittable)
-    for what, count in facts.split_counts.items():
+def check(setting: Setting, size: int) -> None:
+    """Raise ModelError where a model has no plan, or cannot be divided by so many processes; LaunchError where they do
+    not divide all."""
+    if setting.cluster.world % size:
+        raise LaunchError(f"parallel.size={size} does not divide {setting.cluster.world} processes")
+    if setting.facts.unsplittable is not None:
+        raise ModelError(setting.facts.unsplittable)
+    for what, count in setting.facts.split_counts.items():
         if count % size:
             raise ModelError(f"{size} processes do not divide the {count} {what} of this model")
-
-
-def local_shard(weight: Weight, size: int) -> Weight:
-    return replace(weight, bytes=-(-weight.bytes // size)) if weight.is_split else weight
 
 
 def activation_traffic(setting: Setting, *, size: int, rounds: int) -> tuple[int, float]:

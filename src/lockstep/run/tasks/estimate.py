@@ -20,8 +20,7 @@ from lockstep.parallel.measurements import Measurements
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.estimate.machine_measurement import MeasurementRequest
-from lockstep.tools.estimate.process_measurement import Measurement
-from lockstep.tools.estimate.strategy_timing import timed_strategies
+from lockstep.tools.estimate.process_measurement import Measurement, timed_strategies
 
 NEEDS_GROUP = False
 

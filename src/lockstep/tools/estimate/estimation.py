@@ -19,7 +19,7 @@ from lockstep.base.escaping_console import wide_console
 from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, MachineMeasurements, measure, per_machine
-from lockstep.tools.estimate.strategy_timing import section_of, shortened
+from lockstep.tools.estimate.process_measurement import section_of, shortened
 from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
 
 MIB = 2**20

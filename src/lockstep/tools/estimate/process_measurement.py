@@ -1,4 +1,5 @@
-"""Measures the real model on real data in one process, with a few micro-batches.
+"""Measures the real model on real data: in one process, with a few micro-batches, and in short trainings with each
+strategy on the processes at hand, for the part of a step's time that cannot be computed.
 
 V = shards of a step, m = samples of a micro-batch.
 """
@@ -10,15 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from lockstep.base.errors import ModelError
+from lockstep.base import plugins
+from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.base.world import World
+from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
 from lockstep.core.modules.outputs import widened
@@ -28,6 +32,7 @@ from lockstep.parallel.embedding_rows import large_embeddings
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, profile_modules
 from lockstep.parallel.partition import PartitionedModel
+from lockstep.parallel.strategy_config import StrategySection
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.recipe import build
 from lockstep.recipe.components import requested_metrics
@@ -37,11 +42,13 @@ from lockstep.tools.trials import strategy
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
+T = TypeVar("T")
 LOOK_STEPS = 1000
 """Number of steps in which the largest micro-batch is searched."""
 PASSES = 3
 """Passes of the largest micro-batch: freed memory is used again from the second on."""
-LEAST_STEPS, MOST_STEPS = 4, 40
+LEAST_STEPS, LEAST_TRIED, MOST_STEPS = 4, 3, 40
+"""Timed steps: at least, of one process; at least, with a strategy; at most."""
 MOST_MICRO_BATCHES = 8
 """Micro-batches of a timed step: further ones are like these."""
 WARM_UP = 2
@@ -80,15 +87,17 @@ class Measurement:
         seconds = self.timed(state)
         step_bytes = self.meter.peak() - fixed - held
         self.report("each block of the model")
-        profile, uncuttable = profile_of(model, largest, state)
-        split, split_counts, unsplittable = split_of(model)
+        batch, autocast = largest.batch, state.precision.autocast
+        profile, uncuttable = attempted(lambda: profile_modules(PartitionedModel(model), batch, autocast))
+        plan, unsplittable = attempted(lambda: splittable(model))
+        split, split_counts = plan or (frozenset(), {})
         return Measurements(
             device=self.device.type,
             fixed_bytes=fixed if self.device.type == "cpu" else context_bytes(self.device),
             build_bytes=max(build_peak - fixed, 0),
             buffer_bytes=sum(b.nbytes for b in model.buffers()),
             weights=weights_of(model, profile, split),
-            blocks=blocks_of(model, largest, state, profile=profile),
+            blocks=blocks_of(model, batch, autocast, profile=profile),
             optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_tensors(state)),
             pass_bytes=pass_bytes,
             step_bytes=step_bytes,
@@ -182,19 +191,19 @@ def timed_passes(state: TrainState) -> Iterator[list[float]]:
         state.strategy.forward_backward = run  # type: ignore[method-assign]
 
 
-def profile_of(model: Model, micro_batch: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
-    """Profile what each block holds and costs; or return why a pipeline cannot cut the model."""
+def attempted(make: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what is made of the model; or why a strategy cannot take it."""
     try:
-        return profile_modules(PartitionedModel(model), micro_batch.batch, state.precision.autocast), None
+        return make(), None
     except ModelError as error:
         return None, str(error)
 
 
 def blocks_of(
-    model: Model, micro_batch: MicroBatch, state: TrainState, *, profile: ModuleProfile | None
+    model: Model, batch: Batch, autocast: Callable[[], Any], *, profile: ModuleProfile | None
 ) -> tuple[Block, ...]:
     """Return each block's memory and share of the time."""
-    kept = kept_by_block(model, micro_batch.batch, state.precision.autocast)
+    kept = kept_by_block(model, batch, autocast)
     seconds = profile.seconds if profile else [1.0] * len(kept)
     total = sum(seconds)
     return tuple(
@@ -224,14 +233,6 @@ def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str
         )
         for name, parameter in model.named_parameters()
     )
-
-
-def split_of(model: Model) -> tuple[frozenset[str], dict[str, int], str | None]:
-    """Return the weights that parallel.kind=tensor splits, the counts it has to divide, and why it cannot, if so."""
-    try:
-        return *splittable(model), None
-    except ModelError as error:
-        return frozenset(), {}, str(error)
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
@@ -291,3 +292,57 @@ def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> li
             handle.remove()
         model.train()
     return list(zip(kept, passed_on, strict=True))
+
+
+def timed_strategies(
+    recipe: Recipe,
+    names: list[str],
+    *,
+    world: World,
+    device: torch.device,
+    seconds: float,
+    report: Callable[[str], None],
+) -> dict[str, float]:
+    """Time strategies -> name -> seconds of a steady step of `shortened(recipe)`, without those that cannot run here.
+
+    Collective: all ranks call it in the open process group. `seconds`: minimum duration of each trial. `report` gets
+    the name of each that begins. Strategies that return memory to the system come first, since the others keep it.
+    """
+    times = {}
+    for name in sorted(names, key=lambda name: not plugins.find("parallel.strategies", name).Config.FILLS):
+        trial = shortened(recipe).model_copy(update={"parallel": section_of(recipe, name)})
+        report(f"steps with {name}")
+        with suppress(LockstepError):  # its forecast says why
+            times[name] = step_seconds(trial, world, device, seconds=seconds)
+    return times
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """Return the recipe with at most MOST_MICRO_BATCHES micro-batches in a step."""
+    train = recipe.train
+    batch = min(train.global_batch, MOST_MICRO_BATCHES * train.micro_batch)
+    return recipe.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
+
+
+def section_of(recipe: Recipe, name: str) -> StrategySection:
+    """Return the settings of a strategy: the recipe's own if it is the recipe's strategy."""
+    return recipe.parallel if recipe.parallel.kind == name else strategy(name)
+
+
+def step_seconds(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> float:
+    """Time steps as the training loop runs them -> the median. Raises LaunchError, ModelError."""
+    components = build.assemble(recipe, world, device)
+    agreement, steps, times, count = Agreement(flags=3), components.steps(0), list[float](), MOST_STEPS
+    while len(times) < min(count, components.total_steps):
+        begin = time.perf_counter()
+        outcome = step(components.state, next(steps), clip=recipe.optim.clip)
+        outcome.numbers().tolist()
+        agreement.read()
+        agreement.post([False] * 3)
+        times.append(time.perf_counter() - begin)
+        if len(times) == WARM_UP:
+            count = broadcast_object(WARM_UP + max(LEAST_TRIED, min(MOST_STEPS, round(seconds / times[-1]))))
+    agreement.read()
+    with suppress(ValueError):  # the loader is in the middle of a step
+        steps.close()  # type: ignore[attr-defined]
+    return statistics.median(times[WARM_UP:] or times)
