@@ -31,8 +31,7 @@ from lockstep.tools.doctor.checks import (
     samples,
     training_steps,
 )
-from lockstep.tools.doctor.diagnosis import RankFacts
-from lockstep.tools.doctor.doctor_context import DoctorContext, NotExamined
+from lockstep.tools.doctor.doctor_context import DoctorContext, NotExamined, RankFacts
 
 CONFIG = """
 data: {kind: digits}

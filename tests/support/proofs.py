@@ -13,8 +13,7 @@ from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
 from lockstep.run.tasks.prove import ProofTask
-from lockstep.tools.prove.proof_request import ProofRequest
-from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
+from lockstep.tools.prove.proof_runs import ProofRequest, ProofRun, ProofRuns
 from lockstep.tools.prove.proving import Proof
 
 

@@ -13,7 +13,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.doctor.diagnosis import ExaminationRequest, RankFacts
+from lockstep.tools.doctor.doctor_context import ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True
 ROUNDS = 3

@@ -22,7 +22,7 @@ from lockstep.data.dataset import spread_evenly
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
-from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
+from lockstep.tools.prove.proof_runs import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import checked
 from lockstep.training.loop_state import Training
 

@@ -1,44 +1,71 @@
-"""The subject of `lockstep doctor`: a config, this machine, and the other machines of the run."""
+"""The subject of `lockstep doctor`: a config, this machine, the other machines of the run; and its findings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict
 
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launch_run import NodeAddress
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits
-from lockstep.tools.doctor.diagnosis import Diagnosis, RankFacts
 from lockstep.tools.trials import prepared
+
+MB = 1e6
+
+
+class Diagnosis(BaseModel):
+    """A finding: one line of cause, one of repair."""
+
+    model_config = ConfigDict(frozen=True)
+
+    code: str
+    """Identifier such as LS-NET-03; listed in docs/troubleshooting.md."""
+    severity: Literal["error", "warning", "note"]
+    """error: the run will not start, or not end well; warning: it will be slow or fragile; note: worth knowing."""
+    cause: str
+    repair: str
+    host: str = ""
+    """Name of the machine, where several are examined."""
+
+    @classmethod
+    def error(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="error", cause=cause, repair=repair)
+
+    @classmethod
+    def warning(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="warning", cause=cause, repair=repair)
+
+    @classmethod
+    def note(cls, code: str, cause: str, repair: str) -> Self:
+        return cls(code=code, severity="note", cause=cause, repair=repair)
+
+
+class ExaminationRequest(BaseModel):
+    findings: tuple[Diagnosis, ...] = ()
+    """Findings on this machine, which the first of its processes passes on to node 0."""
+
+
+class RankFacts(BaseModel):
+    rank: int
+    host: str
+    processor: str
+    """Name of the CPU or the GPU."""
+    flops: float
+    """Operations per second, in a matrix product at the same time as the other ranks."""
+    seconds: dict[str, float]
+    """Duration of each collective, by name."""
+    links: dict[int, list[float]]
+    """Other rank -> [seconds of a round trip of one byte, bytes per second from this rank to the other]."""
+    findings: tuple[Diagnosis, ...] = ()
 
 
 class NotExamined(LockstepError):
     """A check needs something that another check has reported as missing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """A value, or the error that prevents it."""
-
-    value: Any = None
-    error: Exception | None = None
-
-    @classmethod
-    def of(cls, make: Callable[[], Any]) -> "Attempt":
-        """Call `make` and keep its result, or any exception: it comes from the user's code, and is reported."""
-        try:
-            return cls(value=make())
-        except Exception as error:
-            return cls(error=error)
-
-    def needed(self) -> Any:
-        """Return the value. Raises NotExamined if there is none."""
-        if self.error is not None:
-            raise NotExamined(str(self.error))
-        return self.value
 
 
 @dataclass(kw_only=True)
@@ -71,24 +98,36 @@ class DoctorContext:
         return self.node is None or self.node.is_leader
 
     @cached_property
-    def opened(self) -> Attempt:
-        """The prepared data, or the error."""
-        return Attempt.of(lambda: prepared(self.recipe))
+    def opened(self) -> Splits | Exception:
+        """The prepared data, or any exception: it comes from the user's code, and is reported."""
+        try:
+            return prepared(self.recipe)
+        except Exception as error:
+            return error
 
     @property
     def splits(self) -> Splits:
         """The prepared data. Raises NotExamined."""
-        splits: Splits = self.opened.needed()
-        return splits
+        if isinstance(self.opened, Exception):
+            raise NotExamined(str(self.opened))
+        return self.opened
 
     @cached_property
-    def parameters(self) -> Attempt:
-        """Number of the model's parameters, or the error."""
+    def built(self) -> int | Exception:
+        """Number of the model's parameters, or any exception."""
         from lockstep.recipe.build import build_model  # noqa: PLC0415 (torch and the model's library)
 
-        return Attempt.of(
-            lambda: sum(each.numel() for each in build_model(self.recipe, self.splits.train.spec).parameters())
-        )
+        try:
+            return sum(each.numel() for each in build_model(self.recipe, self.splits.train.spec).parameters())
+        except Exception as error:
+            return error
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's parameters. Raises NotExamined."""
+        if isinstance(self.built, Exception):
+            raise NotExamined(str(self.built))
+        return self.built
 
 
 class Check(Protocol):
@@ -96,8 +135,8 @@ class Check(Protocol):
 
     SCOPE: Literal["config", "machine", "processes", "training"]
     """Subject of the check: the config and what it names, each machine, the processes of a run, a few of its steps."""
-    CODES: dict[str, str]
-    """Code -> meaning."""
+    CODES: tuple[str, ...]
+    """Codes of its findings, whose meanings docs/troubleshooting.md lists."""
 
     def check(self, context: DoctorContext) -> Iterator[Diagnosis]:
         """Yield what is wrong. Raises NotExamined."""

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.base import plugins, storage
-from lockstep.tools.doctor.diagnosis import MB, Diagnosis, RankFacts
-from lockstep.tools.doctor.doctor_context import Check, DoctorContext, NotExamined
+from lockstep.tools.doctor.doctor_context import MB, Check, Diagnosis, DoctorContext, NotExamined, RankFacts
 
 FAMILY = "tools.doctor.checks"
 ORDER = {"error": 0, "warning": 1, "note": 2}

@@ -9,22 +9,56 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import BaseModel
 
-from lockstep.base import devices
-from lockstep.base.errors import UserError
+from lockstep.base import devices, plugins, storage
+from lockstep.base.errors import LockstepError, UserError
 from lockstep.base.world import cores
 from lockstep.checkpoint.layout import listed, step_of
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
+from lockstep.tools.prove.proof_table import NotShown
 from lockstep.tools.trials import TrialFailed, processes_text, strategy
 
 CONTEXT_BYTES = 600 << 20
 """GPU memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
 SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
 """Values of a step that differ from run to run."""
+REFUSED = "refused.json"
+"""File of a process that refuses its request: {"reason"}."""
+WHOLE_TEST = 32
+"""Number of micro-batches up to which a test split is evaluated whole."""
+TEST_SUBSET = 8
+"""Number of micro-batches of a larger one that are evaluated, besides a ragged one."""
+
+
+class ProofRequest(BaseModel):
+    train_samples: int
+    """Size of the training subset, spread evenly over the split: small enough that the steps cross epoch ends."""
+    test_samples: int
+    pause_after: int | None = None
+    """Number of steps after which the last rank halts in the forward pass of the next, and writes `paused.json`."""
+    is_traced: bool = False
+    inspect: bool = False
+    """Whether to check single micro-batches instead of training; the rows are written to `rows.json`."""
+
+
+def train_samples(recipe: Recipe, available: int) -> int:
+    """Return the size of an epoch in a proof: two whole steps and a ragged one, where some shards are short or empty.
+
+    No micro-batch is left with a single sample, which BatchNorm refuses.
+    """
+    batch, size = recipe.train.global_batch, recipe.train.micro_batch
+    ragged = min(batch // 2 + max(2, size // 2), batch - 1)
+    return min(available, 2 * batch + ragged - (ragged % size == 1 and size > 1))
+
+
+def test_samples(recipe: Recipe, available: int) -> int:
+    """Return the number of test samples that a proof evaluates; no whole micro-batches, where there is a choice."""
+    size = recipe.evaluate.micro_batch or recipe.train.micro_batch
+    return available if available <= WHOLE_TEST * size else TEST_SUBSET * size + max(1, size // 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +70,7 @@ class ProofRun:
     """Peak memory of all its processes together."""
 
     def read(self, name: str) -> Any:
-        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+        return storage.read_json(self.folder / name)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -64,17 +98,6 @@ class ProofRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KilledRun:
-    """A run whose last rank was killed in the middle of a step."""
-
-    process: int
-    steps: int
-    """Steps done before the kill."""
-    checkpoint: int
-    """Steps of the newest checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunVariant:
     name: str
     """Name of its folder; a run in an existing one is resumed."""
@@ -92,6 +115,7 @@ class RunVariant:
         """Return the user's recipe with few steps, and without evaluations, saves and reports while it runs."""
         sections = trials.without_interruptions(recipe, folder, steps=steps)
         sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
+        sections["launch"] = {"share_gpus": 0 < devices.count_gpus() < self.processes}
         for name, values in self.changes.items():
             sections.setdefault(name, {}).update(values)
         parallel = self.parallel or recipe.parallel
@@ -120,31 +144,38 @@ class ProofRuns:
             self.undisturbed[processes] = self.run(f"world-{processes}", processes)
         return self.undisturbed[processes]
 
-    def run(self, name: str, processes: int, request: ProofRequest | None = None, **changes: Any) -> ProofRun:
-        """Run to the end; `changes` are settings by section. Raises TrialFailed."""
-        variant = RunVariant(name=name, processes=processes, request=request or self.request, changes=changes)
+    def run(
+        self,
+        name: str,
+        processes: int,
+        request: ProofRequest | None = None,
+        *,
+        parallel: StrategySection | None = None,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> ProofRun:
+        """Run to the end, with another strategy and other settings by section, if given. Raises TrialFailed, NotShown
+        where the strategy refuses this run."""
+        request = request or self.request
+        variant = RunVariant(name=name, processes=processes, request=request, changes=changes or {}, parallel=parallel)
         code, run = self.ended(variant)
+        if parallel and code == UserError.exit_code and run.refusal:
+            raise NotShown(f"{parallel.kind} refuses this run: {run.refusal}")
         if code:
             raise self._failure(variant, run, code)
         return run
 
-    def with_strategy(self, kind: str, processes: int, parallel: StrategySection) -> ProofRun | str:
-        """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises TrialFailed."""
-        default = "ddp" if self.recipe.parallel.MOST_PROCESSES == 1 else self.recipe.parallel.kind  # see RunVariant
-        if kind in (self.recipe.parallel.kind, default) and processes in self.undisturbed:
+    def with_strategy(self, kind: str, processes: int) -> ProofRun:
+        """Run to the end with another strategy. Raises TrialFailed, NotShown."""
+        own, parallel = self.recipe.parallel, section(self.recipe, kind)
+        default = "ddp" if own.MOST_PROCESSES == 1 else own.kind  # see RunVariant
+        if kind in (own.kind, default) and processes in self.undisturbed:
             return self.undisturbed[processes]
-        name = f"{kind}-{processes}"
-        variant = RunVariant(name=name, processes=processes, request=self.request, parallel=parallel)
-        code, run = self.ended(variant)
-        if code == UserError.exit_code and run.refusal:
-            return run.refusal
-        if code:
-            raise self._failure(variant, run, code)
-        return run
+        return self.run(f"{kind}-{processes}", processes, parallel=parallel)
 
-    def kill(self, name: str, processes: int, *, every: int) -> KilledRun:
+    def kill(self, name: str, processes: int, *, every: int) -> tuple[int, int]:
         """Run with a checkpoint every `every` steps, and kill the last rank in the middle of a step, two after the
-        first checkpoint, once that one is written (asynchronously).
+        first checkpoint, once that one is written (asynchronously) -> the killed process, and the steps of the newest
+        checkpoint.
 
         Raises TrialFailed, also when the run ends in any other way than by the kill.
         """
@@ -156,7 +187,7 @@ class ProofRuns:
 
         def poll() -> None:
             if not killed and note.is_file() and listed(checkpoints):
-                killed.append(json.loads(note.read_text(encoding="utf-8"))["process"])
+                killed.append(storage.read_json(note)["process"])
                 with suppress(psutil.Error):
                     psutil.Process(killed[0]).kill()
 
@@ -164,7 +195,7 @@ class ProofRuns:
         left = listed(checkpoints)
         if not killed or not code or not left:
             raise self._failure(variant, run, code)
-        return KilledRun(process=killed[0], steps=every + 1, checkpoint=step_of(left[0]))
+        return killed[0], step_of(left[0])
 
     def shortage(self, processes: int) -> str | None:
         """Return why this many processes cannot be run, if so: too few shards, GPUs, cores, or too little memory."""
@@ -184,7 +215,7 @@ class ProofRuns:
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
         trial = trials.run(
-            sharing_gpus(variant.recipe(self.recipe, folder, steps=self.steps), variant.processes),
+            variant.recipe(self.recipe, folder, steps=self.steps),
             folder,
             task="prove",
             request=variant.request,
@@ -197,12 +228,6 @@ class ProofRuns:
         return TrialFailed(run.output, code, f"the proof's {variant}")
 
 
-def sharing_gpus(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with GPUs that the processes share, where there are fewer."""
-    shares = 0 < devices.count_gpus() < processes
-    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"share_gpus": shares})})
-
-
 def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:
     """Return why so many processes cannot share the GPUs, with `peak_bytes` of tensors each; None if they can."""
     on_each = -(-processes // gpus)
@@ -210,3 +235,36 @@ def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:
     if on_each == 1 or needed < torch.cuda.get_device_properties(0).total_memory:
         return None
     return f"{on_each} processes on one GPU would need about {needed / 2**30:.1f} GiB of its memory"
+
+
+def config_of(kind: str) -> type[StrategySection]:
+    config: type[StrategySection] = plugins.find("parallel.strategies", kind).Config
+    return config
+
+
+def processes_of(kind: str) -> int:
+    """Return the number of processes that a strategy is run on."""
+    return config_of(kind).MOST_PROCESSES or 2
+
+
+def compared(recipe: Recipe) -> list[str]:
+    """List the strategies that give the same bits, except the first run: the recipe's own on one process."""
+    kinds = sorted(plugins.names("parallel.strategies"), key=processes_of)
+    same = [kind for kind in kinds if config_of(kind).HAS_COMMON_BITS]
+    return [kind for kind in same if kind != recipe.parallel.kind or processes_of(kind) > 1]
+
+
+def section(recipe: Recipe, kind: str) -> StrategySection:
+    """Return the recipe's settings of a strategy, else its defaults for any model. Raises NotShown where it cannot be
+    used here, or where the recipe's strategy gives other weights than others do."""
+    own = recipe.parallel
+    try:
+        parallel = own if own.kind == kind else strategy(kind, **config_of(kind).FOR_ANY_MODEL)
+    except (ValueError, LockstepError) as error:  # such as a torch that is too old
+        raise NotShown(str(error)) from None
+    if own.breaks_reproducibility:
+        raise NotShown(str(own.breaks_reproducibility))
+    if settings := own.numeric(1):
+        shown = ", ".join(f"parallel.{name}={value}" for name, value in settings.items())
+        raise NotShown(f"{shown}: with it {own.kind} has weights of its own")
+    return parallel

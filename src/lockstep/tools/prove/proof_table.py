@@ -16,6 +16,10 @@ Result = Literal["shown", "DIFFERS", "not shown", "declared"]
 STYLES: dict[Result, str] = {"shown": "green", "DIFFERS": "bold red", "not shown": "yellow", "declared": "cyan"}
 
 
+class NotShown(Exception):
+    """A claim cannot be shown here, for this reason."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProofRow:
     """One claim of a proof."""

@@ -4,9 +4,8 @@ strategy.
 W = processes.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,18 +20,11 @@ from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.recipe.components import evaluation_requests, requested_metrics
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits
-from lockstep.tools.prove import strategy_choice
-from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
-from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
-from lockstep.tools.prove.proof_table import ProofRow, print_proof
-from lockstep.tools.prove.run_differences import (
-    EQUAL_MEASURES,
-    DifferenceCauses,
-    RunDifference,
-    metric_row,
-    run_difference,
-)
-from lockstep.tools.trials import prepared, timed_lines
+from lockstep.tools.prove import proof_runs, run_differences
+from lockstep.tools.prove.proof_runs import ProofRequest, ProofRun, ProofRuns, processes_of
+from lockstep.tools.prove.proof_table import NotShown, ProofRow, print_proof
+from lockstep.tools.prove.run_differences import EQUAL_MEASURES, DifferenceCauses, RunDifference
+from lockstep.tools.trials import prepared, temporary_folder, timed_lines
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
 """Choices of --only; `repeat` checks single micro-batches, alone and beside each other."""
@@ -59,15 +51,11 @@ class Proof:
 
     def __post_init__(self) -> None:
         request = ProofRequest(
-            train_samples=train_samples(self.recipe, len(self.data.train)),
-            test_samples=test_samples(self.recipe, len(self.data.test)),
+            train_samples=proof_runs.train_samples(self.recipe, len(self.data.train)),
+            test_samples=proof_runs.test_samples(self.recipe, len(self.data.test)),
         )
         self.runs = ProofRuns(
-            recipe=self.recipe,
-            folder=self.folder,
-            steps=self.steps,
-            request=request,
-            report=self.report,
+            recipe=self.recipe, folder=self.folder, steps=self.steps, request=request, report=self.report
         )
 
     def rows(self, parts: tuple[str, ...]) -> list[ProofRow]:
@@ -78,7 +66,7 @@ class Proof:
         if "worlds" in parts:
             rows += [self.processes(number) for number in (2, MOST_PROCESSES)]
         if "strategies" in parts:
-            rows += [self.strategy(kind) for kind in strategy_choice.compared(self.recipe)]
+            rows += [self.strategy(kind) for kind in proof_runs.compared(self.recipe)]
         if "kill" in parts:
             rows.append(self.killed())
         if "evaluate" in parts:
@@ -109,16 +97,14 @@ class Proof:
 
     def strategy(self, kind: str) -> ProofRow:
         """Compare the weights and steps of another strategy with those of the first run."""
-        processes = strategy_choice.processes_of(kind)
+        processes = processes_of(kind)
         what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
-        section = strategy_choice.section(self.recipe, kind)
-        if isinstance(section, str):
-            return ProofRow(what=what, result="not shown", cause=section)
-        if obstacle := strategy_choice.own_bits(self.recipe) or self.runs.shortage(processes):
-            return ProofRow(what=what, result="not shown", cause=obstacle)
-        run = self.runs.with_strategy(kind, processes, section)
-        if isinstance(run, str):
-            return ProofRow(what=what, result="not shown", cause=f"{kind} refuses this run: {run}")
+        try:
+            if obstacle := self.runs.shortage(processes):
+                raise NotShown(obstacle)
+            run = self.runs.with_strategy(kind, processes)
+        except NotShown as reason:
+            return ProofRow(what=what, result="not shown", cause=str(reason))
         return self.compared(what, self.how, label=kind, run=run, cause=partial(self.causes.of_strategy, kind, run))
 
     def killed(self) -> ProofRow:
@@ -128,16 +114,17 @@ class Proof:
         if obstacle := self.obstacle(2):
             return ProofRow(what=what, result="not shown", cause=obstacle)
         epoch = self.runs.on(1).read("started.json")["steps_per_epoch"]
-        killed = self.runs.kill("killed", 2, every=half_time(self.steps, epoch))
-        middle = "in mid-epoch" if killed.checkpoint % epoch and killed.steps % epoch else "at the end of an epoch"
+        every = half_time(self.steps, epoch)
+        process, checkpoint = self.runs.kill("killed", 2, every=every)
+        middle = "in mid-epoch" if checkpoint % epoch and (every + 1) % epoch else "at the end of an epoch"
         run = self.runs.run("killed", resumed_on)
         resumed = run.read("started.json")["resumed_step"]
         how = (
-            f"rank 1 (process {killed.process}) ended by SIGKILL in step {killed.steps + 1} of {self.steps}, {middle}; "
+            f"rank 1 (process {process}) ended by SIGKILL in step {every + 2} of {self.steps}, {middle}; "
             f"resumed after step {resumed}{self.device_note}"
         )
-        if resumed != killed.checkpoint:
-            cause = f"it was resumed after step {resumed} instead of {killed.checkpoint}: please report it"
+        if resumed != checkpoint:
+            cause = f"it was resumed after step {resumed} instead of {checkpoint}: please report it"
             return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
         cause_of = partial(self.causes.of_kill, resumed_on, run)
         return self.compared(what, how, label=f"killed, W = {resumed_on}", run=run, cause=cause_of)
@@ -169,7 +156,7 @@ class Proof:
             return ProofRow(what=EQUAL_MEASURES, result="not shown", cause=cause)
         measures = requested_metrics(self.recipe, self.data.test.spec)
         repeat = partial(self.runs.run, "again-1", 1)
-        return metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
+        return run_differences.metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
 
     def compared(
         self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[RunDifference], str]
@@ -180,7 +167,8 @@ class Proof:
         if difference is not None:
             if difference.in_weights:
                 digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
-            digest = f"{digest}, {difference.position}"
+            place = "after the last step" if difference.step is None else f"from step {difference.step} on"
+            digest = f"{digest}, {place}"
             return ProofRow(what=what, how=how, result="DIFFERS", digest=digest, cause=cause(difference))
         if run.finding:
             why = f"equal in these steps, but the run has noticed: {run.finding}"
@@ -189,7 +177,7 @@ class Proof:
 
     def difference(self, label: str, run: ProofRun) -> RunDifference | None:
         """Return how a run differs from the first one in what it trains; keep the run to compare its metrics later."""
-        difference = run_difference(self.runs.on(1), run)
+        difference = run_differences.run_difference(self.runs.on(1), run)
         if difference is None or not difference.in_weights:
             self.equal[label] = run
         elif label not in self.unequal:
@@ -247,15 +235,12 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
     return print_proof(rows, console)
 
 
-@contextmanager
-def folder_for(keep: Path | None) -> Iterator[Path]:
+def folder_for(keep: Path | None) -> AbstractContextManager[Path]:
     """Open the folder of the runs: a temporary one, or the new one that the user wants to keep."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="lockstep-prove-", ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
-        return
+        return temporary_folder("lockstep-prove-")
     try:
         keep.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"--keep {keep}: {error.strerror}; name a folder that is not there yet") from None
-    yield keep.absolute()
+    return nullcontext(keep.absolute())

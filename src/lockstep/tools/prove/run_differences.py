@@ -12,8 +12,7 @@ from lockstep.core.modules.module_trace import fingerprint, origin
 from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.compare.run_evidence import DIGESTS, LOGGED
-from lockstep.tools.prove import strategy_choice
-from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
+from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns, processes_of
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
 
@@ -32,10 +31,6 @@ class RunDifference:
     """The first step whose loss, gradient norm, learning rate or chain differs; None where only the weights do."""
     figures: str = ""
     """First quantity that differs, with both values."""
-
-    @property
-    def position(self) -> str:
-        return f"from step {self.step} on" if self.step is not None else "after the last step"
 
 
 def run_difference(one: ProofRun, other: ProofRun) -> RunDifference | None:
@@ -74,7 +69,7 @@ class DifferenceCauses:
         if known := self.known(self.runs.on(processes), difference):
             return known
         request, exact = self.runs.request.model_copy(update={"is_traced": True}), {"run": {"reproducibility": "exact"}}
-        one, other = (self.runs.run(f"traced-{number}", number, request, **exact) for number in (1, processes))
+        one, other = (self.runs.run(f"traced-{number}", number, request, changes=exact) for number in (1, processes))
         trace = read(one.folder)
         if first := first_difference(trace, read(other.folder)):
             return explained(first, trace, SPREAD)
@@ -90,7 +85,7 @@ class DifferenceCauses:
     def of_strategy(self, kind: str, run: ProofRun, difference: RunDifference) -> str:
         if known := self.known(run, difference):
             return known
-        if strategy_choice.processes_of(kind) > 1 and (plain := run_difference(self.runs.on(1), self.runs.on(2))):
+        if processes_of(kind) > 1 and (plain := run_difference(self.runs.on(1), self.runs.on(2))):
             own = self.runs.recipe.parallel.kind
             return f"W = 2 differs with parallel.kind={own}, too: {self.of_processes(2, plain)}"
         return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
@@ -140,34 +135,31 @@ def metric_row(
     for label, other in others.items():
         if differences := list(metric_differences(one, other)):
             names = {(each.kind, each.name) for each in differences}
-            is_stable = names.isdisjoint((each.kind, each.name) for each in metric_differences(one, repeat()))
-            cause = explanation(differences, label, measures, is_stable=is_stable) + consequences(recipe, differences)
+            cause = explanation(differences, label, measures)
+            if names.isdisjoint((each.kind, each.name) for each in metric_differences(one, repeat())):
+                cause += " depends on the process (its rank, the number of processes, the environment)"
+            else:
+                cause += (
+                    " gives something else in one process again, too: it asks for the time, or draws random numbers"
+                )
+            cause += consequences(recipe, {name for kind, name in names if kind == "evaluation"})
             return ProofRow(what=EQUAL_MEASURES, how=how, result="DIFFERS", cause=cause)
     values = [line for line in one.metrics if line["kind"] == "evaluation"]
     return ProofRow(what=EQUAL_MEASURES, how=how, result="shown", digest=fingerprint(values))
 
 
-def explanation(
-    differences: list[MetricDifference], label: str, measures: Mapping[str, DeclaredMetric], *, is_stable: bool
-) -> str:
-    """Describe what differs and why; `is_stable`: the first run gave the same values when it was repeated."""
+def explanation(differences: list[MetricDifference], label: str, measures: Mapping[str, DeclaredMetric]) -> str:
+    """Describe what differs: metrics of the evaluation, or else sums that come with the loss. The last word is the
+    subject of the cause."""
     evaluated = [each for each in differences if each.kind == "evaluation"]
-    names = list(dict.fromkeys(each.name for each in evaluated))
+    names = list(dict.fromkeys(described(each.name, measures) for each in evaluated or differences))
     first = next((each for each in evaluated if each.name == "loss"), (evaluated or differences)[0])
+    plural = ("", "s") if len(names) == 1 else ("s", "")
+    what = f"the metric{plural[0]} {', '.join(names)} differ{plural[1]}"
+    if not evaluated:
+        what = f"what comes with the loss ({', '.join(names)}) differs"
     figures = f"after step {first.step} it is {first.one!r}, and {first.other!r} with {label}"
-    if "loss" in names:
-        rest = f" (and with it {', '.join(name for name in names if name != 'loss')})" if len(names) > 1 else ""
-        what = f"the loss of the evaluation{rest} differs: {figures}; the weights are equal. The model in evaluation"
-    elif not evaluated:
-        sums = ", ".join(dict.fromkeys(each.name for each in differences))
-        what = f"what comes with the loss ({sums}) differs: {figures}; the weights and the loss are equal. It"
-    else:
-        which, is_one = ", ".join(described(name, measures) for name in names), len(names) == 1
-        what = f"the metric{'' if is_one else 's'} {which} differ{'s' if is_one else ''}: {figures}; the weights are "
-        what += "equal. What computes it"
-    if is_stable:
-        return f"{what} depends on the process (its rank, the number of processes, the environment)"
-    return f"{what} gives something else in one process again, too: it asks for the time, or draws random numbers"
+    return f"{what}: {figures}; the weights are equal. What computes it"
 
 
 def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
@@ -175,20 +167,13 @@ def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
     measure = measures.get(name) or measures.get(name.partition(".")[0])
     if measure is None or isinstance(measure.metric, SummedMetric):
         return f"`{name}`"
-    if type(measure.metric).__module__.split(".")[0] == "torchmetrics":
-        return f"`{name}` ({type(measure.metric).__name__})"
-    return f"`{name}` ({origin(measure.metric)})"
+    is_known = type(measure.metric).__module__.split(".")[0] == "torchmetrics"
+    return f"`{name}` ({type(measure.metric).__name__ if is_known else origin(measure.metric)})"
 
 
-def consequences(recipe: Recipe, differences: list[MetricDifference]) -> str:
+def consequences(recipe: Recipe, names: set[str]) -> str:
     """Describe what a run decides by one of these metrics, if anything."""
-    names = {each.name for each in differences if each.kind == "evaluation"}
-    text = ""
-    if recipe.train.stop_metric in names:
-        text += (
-            f". train.stop_metric={recipe.train.stop_metric} ends a run by it, so that the weights of a whole run "
-            "depend on it, too; in this proof it ended none"
-        )
-    if recipe.checkpoint.best in names:
-        text += f". checkpoint.best={recipe.checkpoint.best} keeps a checkpoint by it"
-    return text
+    text, stop, best = "", recipe.train.stop_metric, recipe.checkpoint.best
+    if stop in names:
+        text += f". train.stop_metric={stop} ends a run by it, so that the weights of a whole run depend on it, too"
+    return text + (f". checkpoint.best={best} keeps a checkpoint by it" if best in names else "")

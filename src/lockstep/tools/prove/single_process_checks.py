@@ -5,8 +5,7 @@ The gradients are compared in float64 where the model can be computed in it, sin
 1e-16. Randomness is switched off, and BatchNorm uses its running statistics: its own are a micro-batch's by design.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,23 +104,15 @@ def split_row(components: Components, what: str) -> ProofRow:
         return ProofRow(what=what, how="a step is one micro-batch, nothing is split", result="shown")
     reason = ""
     for dtype in (torch.float64, torch.float32):
+        before = torch.get_default_dtype()
         try:
-            with default_dtype(dtype):
-                return SplitComparison(components, micro_batches, dtype).row(what)
+            torch.set_default_dtype(dtype)  # of floats computed from integers, such as pixels / 255
+            return SplitComparison(components, micro_batches, dtype).row(what)
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
+        finally:
+            torch.set_default_dtype(before)
     return ProofRow(what=what, result="not shown", cause=f"all samples at once cannot be computed: {reason}")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the type of floats computed from integers, such as pixels / 255."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class SplitComparison:
@@ -129,7 +120,10 @@ class SplitComparison:
 
     def __init__(self, components: Components, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
         self.components, self.dtype = components, dtype
-        self.micro_batches = [replace(m, batch=cast(m.batch, dtype)) for m in micro_batches]
+        self.micro_batches = [
+            replace(m, batch={name: t.to(dtype) if t.is_floating_point() else t for name, t in m.batch.items()})
+            for m in micro_batches
+        ]
         self.model = build.initial_model(components.recipe, components.data.train.spec).to(components.device, dtype)
         self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.tolerance = ROUNDINGS * torch.finfo(dtype).eps
@@ -250,11 +244,6 @@ class SplitComparison:
             else:
                 joined[name] = torch.cat(columns)
         return joined
-
-
-def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return the batch with its floating-point columns in another type."""
-    return {name: column.to(dtype) if column.is_floating_point() else column for name, column in batch.items()}
 
 
 def forward(model: Model, batch: Batch, *, enter: Callable[..., None], leave: Callable[..., None]) -> Tensor:

@@ -53,11 +53,6 @@ class TraceDifference:
     """Name of the module, parameter or column."""
     shard: int | None = None
 
-    @property
-    def position(self) -> str:
-        """Step (from 1) and shard, as text."""
-        return f"step {self.step + 1}" + (f", shard {self.shard}" if self.shard is not None else "")
-
 
 def read(folder: Path) -> RunTrace:
     """Read the trace of a run from the files of all its ranks."""
@@ -147,4 +142,5 @@ SPREAD = {
 def explained(difference: TraceDifference, trace: RunTrace, meanings: dict[str, str]) -> str:
     """Describe a difference in a sentence, with the module's class, file and line."""
     name, module = difference.name, trace.modules.get(difference.name, difference.name)
-    return meanings[difference.kind].format(step=difference.position, name=name, module=module)
+    step = f"step {difference.step + 1}" + (f", shard {difference.shard}" if difference.shard is not None else "")
+    return meanings[difference.kind].format(step=step, name=name, module=module)

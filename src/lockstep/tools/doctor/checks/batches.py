@@ -2,15 +2,10 @@
 
 from collections.abc import Iterator
 
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = {
-    "LS-CFG-01": "some processes have no micro-batch",
-    "LS-CFG-02": "processes have unequal numbers of micro-batches",
-    "LS-CFG-03": "the last step of an epoch is small",
-}
+CODES = ("LS-CFG-01", "LS-CFG-02", "LS-CFG-03")
 SMALL = 0.25
 """Share of a whole step under which the last one is small."""
 

@@ -7,15 +7,10 @@ import psutil
 
 from lockstep.base.world import cores
 from lockstep.launch.launch_config import MAX_PER_CORE
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = {
-    "LS-CPU-01": "more threads than cores",
-    "LS-CPU-02": "a cgroup throttles the processes",
-    "LS-CPU-03": "other processes use the cores",
-}
+CODES = ("LS-CPU-01", "LS-CPU-02", "LS-CPU-03")
 CGROUP = Path("/sys/fs/cgroup/cpu.stat")
 BUSY = 0.5
 BUSY_SECONDS = 0.5

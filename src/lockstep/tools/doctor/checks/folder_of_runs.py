@@ -8,17 +8,10 @@ from pathlib import Path
 
 from lockstep.base.errors import ConfigError
 from lockstep.recipe import run_paths
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = {
-    "LS-RUN-01": "the folder of runs cannot be written to",
-    "LS-RUN-02": "files in it cannot be renamed or synced",
-    "LS-RUN-03": "its disk syncs slowly",
-    "LS-RUN-04": "the disk has too little room for the checkpoints",
-    "LS-RUN-05": "the run's folder holds something that is not a run's",
-}
+CODES = ("LS-RUN-01", "LS-RUN-02", "LS-RUN-03", "LS-RUN-04", "LS-RUN-05")
 SLOW_SECONDS = 0.5
 BYTES_PER_PARAMETER = 12
 """Size in a checkpoint: weights, and two moments, in fp32."""
@@ -45,7 +38,7 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
             run_paths.check_folder(context.recipe.folder)
         except ConfigError as error:
             yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
-    bytes_each = BYTES_PER_PARAMETER * context.parameters.needed()
+    bytes_each = BYTES_PER_PARAMETER * context.parameters
     needed, free = bytes_each * (context.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
     if free < needed:
         yield Diagnosis.error(

@@ -5,17 +5,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = {
-    "LS-GPU-01": "more processes than GPUs",
-    "LS-GPU-02": "a setting of NCCL or CUDA makes it slow",
-    "LS-GPU-03": "a GPU has memory errors",
-    "LS-GPU-04": "a GPU is slowed down",
-    "LS-GPU-05": "the memory of a GPU is in use",
-}
+CODES = ("LS-GPU-01", "LS-GPU-02", "LS-GPU-03", "LS-GPU-04", "LS-GPU-05")
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of a machine exchange through its memory"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine exchange through its network"),

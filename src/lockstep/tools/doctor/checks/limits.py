@@ -5,15 +5,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = {
-    "LS-SYS-01": "/dev/shm is small",
-    "LS-SYS-02": "few files may be open",
-    "LS-SYS-03": "little memory is available",
-}
+CODES = ("LS-SYS-01", "LS-SYS-02", "LS-SYS-03")
 LEAST_SHARED = 256 << 20
 LEAST_FILES = 1024
 LEAST_MEMORY = 1 << 30

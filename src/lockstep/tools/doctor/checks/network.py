@@ -5,15 +5,10 @@ from collections.abc import Iterator
 
 import psutil
 
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = {
-    "LS-NET-01": "the machine's name leads nowhere",
-    "LS-NET-02": "the network interface is not there, or down",
-    "LS-NET-03": "no port can be opened",
-}
+CODES = ("LS-NET-01", "LS-NET-02", "LS-NET-03")
 
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:

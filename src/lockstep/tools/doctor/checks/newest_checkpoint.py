@@ -7,16 +7,11 @@ from lockstep.base.errors import LockstepError
 from lockstep.checkpoint import layout
 from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe import recipe as recipes
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 from lockstep.training import resume
 
 SCOPE = "config"
-CODES = {
-    "LS-CKPT-01": "the newest checkpoint is damaged",
-    "LS-CKPT-02": "the newest checkpoint was made with another numeric recipe",
-    "LS-CKPT-03": "the grace period is shorter than a save",
-}
+CODES = ("LS-CKPT-01", "LS-CKPT-02", "LS-CKPT-03")
 FACTOR = 2.0
 """Number of saves that a grace period has to allow: one at the end of a run waits for the one before it."""
 

@@ -13,22 +13,12 @@ from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch import launch_run
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.doctor.diagnosis import MB, Diagnosis, ExaminationRequest, RankFacts
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import MB, Diagnosis, DoctorContext, ExaminationRequest, RankFacts
 from lockstep.tools.trials import processes_text, strategy, varied
 
 SCOPE = "processes"
-CODES = {
-    "LS-RANK-01": "the processes cannot be started, or do not find each other",
-    "LS-RANK-02": "machines have different processors",
-    "LS-RANK-03": "a processor is slower than the others",
-    "LS-NET-04": "a link between two processes is slower than the others",
-    "LS-NET-05": "processes cannot connect to each other",
-    "LS-NODE-01": "a machine does not join, or cannot be reached",
-    "LS-NODE-02": "machines have different versions",
-    "LS-NODE-03": "machines do not share the folder of runs",
-    "LS-NODE-04": "the rendezvous cannot be opened on this machine",
-}
+CODES: tuple[str, ...] = ("LS-RANK-01", "LS-RANK-02", "LS-RANK-03", "LS-NET-04", "LS-NET-05")
+CODES += ("LS-NODE-01", "LS-NODE-02", "LS-NODE-03", "LS-NODE-04")
 SLOW_PROCESSOR = 0.75
 SLOW_LINK = 0.4
 TIMEOUT_SECONDS = 60.0

@@ -5,23 +5,19 @@ from collections.abc import Iterator
 from lockstep.base.contracts import Source
 from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.world import cores
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = {
-    "LS-DATA-01": "the data cannot be opened",
-    "LS-DATA-02": "a sample cannot be read",
-    "LS-DATA-03": "more loader processes than cores",
-}
+CODES = ("LS-DATA-01", "LS-DATA-02", "LS-DATA-03")
 PROBES = 8
 """Number of samples to read, spread over a split."""
 
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:
-    if isinstance(context.opened.error, ModelError):  # which the check of the model reports
+    error = context.opened
+    if isinstance(error, ModelError):  # which the check of the model reports
         return
-    if (error := context.opened.error) is not None:
+    if isinstance(error, Exception):
         yield Diagnosis.error(
             "LS-DATA-01",
             str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",

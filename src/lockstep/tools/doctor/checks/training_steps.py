@@ -4,17 +4,12 @@ from collections.abc import Iterator
 
 from lockstep.tools.doctor.checks.folder_of_runs import existing
 from lockstep.tools.doctor.checks.newest_checkpoint import too_short
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.doctor_context import DoctorContext
-from lockstep.tools.prove.proof_request import ProofRequest, train_samples
-from lockstep.tools.prove.proof_runs import ProofRuns, RunVariant
+from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
+from lockstep.tools.prove.proof_runs import ProofRequest, ProofRuns, RunVariant, train_samples
 from lockstep.tools.trials import processes_text, temporary_folder
 
 SCOPE = "training"
-CODES = {
-    "LS-STEP-01": "the first steps fail",
-    "LS-STEP-02": "the weights depend on the number of processes",
-}
+CODES = ("LS-STEP-01", "LS-STEP-02")
 STEPS = 3
 """Number of steps: two whole ones and a ragged one, an epoch of a proof."""
 SHOWN_LINES = 6
@@ -23,11 +18,10 @@ SHOWN_LINES = 6
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:
     """Train a few steps. Raises NotExamined where the data cannot be opened or the model cannot be built."""
-    context.parameters.needed()
-    recipe = context.recipe
+    recipe, splits, _ = context.recipe, context.splits, context.parameters
     request = ProofRequest(
-        train_samples=train_samples(recipe, len(context.splits.train)),
-        test_samples=min(len(context.splits.test), recipe.train.micro_batch),
+        train_samples=train_samples(recipe, len(splits.train)),
+        test_samples=min(len(splits.test), recipe.train.micro_batch),
     )
     with temporary_folder(".lockstep-doctor-", inside=existing(recipe.run.dir)) as folder:
         runs = ProofRuns(recipe=recipe, folder=folder, steps=STEPS, request=request, report=lambda _: None)
