@@ -25,7 +25,7 @@ from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.learning_rate_finder import no_rate, svg
 from lockstep.tools.tune.loss_curve import Curve, rates_between
 from lockstep.tools.tune.micro_batch_finder import TrialRow, candidates, largest, reasons, recommended
-from lockstep.tools.tune.trial_work import TrialRequest, longest
+from lockstep.tools.tune.trial_process import TrialRequest, longest
 
 MODEL = """
 import os
@@ -367,5 +367,5 @@ def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):
     recipe = recipes.load(tmp_path / "c.yaml", [f"model.file={tmp_path}/model.py"])
     trust.own(recipe_trust.code_of_files(recipe))
     done = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train={"steps": 1})))
-    assert done.has_failed and done.killed_by is None
+    assert done.verdict == "fails"
     assert str(done.failure("the trial")) == "my last words\nthe trial ended with exit code -11"

@@ -32,14 +32,13 @@ def command(
     """
     recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.tune import tuning
+    from lockstep.tools.tune.loss_curve import rates_between
 
-    options = tuning.TuneOptions(
+    return tuning.tune(
+        recipe,
         micro_batch=micro_batch,
-        rate=lr,
         memory_gb=memory,
-        start=start,
-        stop=stop,
-        steps=steps,
-        picture=out or Path(f"{path.stem}-lr.svg"),
+        rates=rates_between(start, stop, steps),
+        picture=(out or Path(f"{path.stem}-lr.svg")) if lr else None,
+        console=console,
     )
-    return tuning.tune(recipe, options, console=console)

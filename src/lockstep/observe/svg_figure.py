@@ -14,6 +14,13 @@ SETTINGS = {
     "svg.hashsalt": "lockstep",  # the same ids each time
     "text.parse_math": False,  # names may contain dollar signs
 }
+CHART = {
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4"},
+    **{"axes.titleweight": "bold", "figure.titleweight": "bold", "legend.frameon": False},
+    "figure.constrained_layout.use": True,
+}
+"""Settings of the charts that commands draw."""
 METADATA = ("Creator", "Date", "Format", "Type")
 
 

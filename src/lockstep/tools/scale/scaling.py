@@ -16,7 +16,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.world import World, cores
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.memory_meter import GB
-from lockstep.observe.svg_figure import draw_svg
+from lockstep.observe.svg_figure import CHART, draw_svg
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
 MEASURED, IDEAL = "#1f5f99", "#9db4c8"
-STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +78,8 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(8, 5)
-        figure.set_layout_engine("constrained")
         axes = figure.add_subplot(xlabel="processes", ylabel="samples per second")
-        axes.set_title(f"{'Weak' if is_weak else 'Strong'} scaling", weight="bold")
-        axes.grid(color="#e4e4e4")
+        axes.set_title(f"{'Weak' if is_weak else 'Strong'} scaling")
         sizes, base = [row.processes for row in rows], rows[0]
         ideal = [base.rate * size / base.processes for size in sizes]
         axes.plot(sizes, ideal, color=IDEAL, linestyle="--", label="proportional")
@@ -95,9 +92,9 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
             )
         axes.set_xticks(sizes)
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False)
+        axes.legend()
 
-    return draw_svg(draw, settings=STYLE, metadata={"Title": "Throughput by number of processes"})
+    return draw_svg(draw, settings=CHART, metadata={"Title": "Throughput by number of processes"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from rich.console import Console
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.observe.progress_bar import counting
-from lockstep.observe.svg_figure import draw_svg
+from lockstep.observe.svg_figure import CHART, draw_svg
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.tune import trial_process
-from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.trial_work import TrialRequest
+from lockstep.tools.tune.loss_curve import Curve
+from lockstep.tools.tune.trial_process import TrialRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,67 +31,63 @@ ENDS = {
 RAW, SMOOTH, SUGGESTED, LOWEST = "#9db4c8", "#1f5f99", "#c0392b", "#2e7d32"
 LEAST_SPAN = 0.05
 """Fraction of the loss that the y axis covers at least: less is rounding."""
-STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
     """Sweep, print and draw the result, and return optim.lr for the config; None where there is no good rate.
 
-    Raises ConfigError where memory runs out, TrialFailed where the sweep fails.
+    Raises ConfigError where memory runs out or the picture cannot be written, TrialFailed where the sweep fails.
     """
-    factor = base_factor(recipe)
+    base, batch = recipe.optim.base_batch, recipe.train.global_batch
+    factor = base / batch if base else 1.0  # from the rate in use to optim.lr, which the linear rule scales
     rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""
     console.print(
-        f"{len(rates)} steps of {recipe.train.global_batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}",
-        soft_wrap=True,
+        f"{len(rates)} steps of {batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}", soft_wrap=True
     )
     with counting(console, "sweeping", "steps", total=len(rates), done=0) as counter:
         curve = sweep(recipe, rates, lambda done: counter.add(done - counter.done))
     best = curve.steepest
     lines = [no_rate(curve, rates)] if best is None else suggestion(curve, best, factor)
     if len(curve.losses) > 1:
-        draw(curve, picture, recipe)
+        what = f"{recipe.model.kind} on {recipe.data.kind}, {recipe.optim.kind}"
+        title = f"Learning-rate range test: {what}, {batch} samples a step"
+        label = "learning rate" if factor == 1 else f"learning rate used (optim.lr times {1 / factor:g})"
+        try:
+            storage.write(picture, svg(curve, title, rate=label))
+        except OSError as error:
+            raise ConfigError(f"cannot write {picture}: {error.strerror}; name another file with --out") from None
         lines.append(f"The curve is in {picture}")
     for line in lines:
         console.print(line, soft_wrap=True)
     return None if best is None else float(f"{curve.rates[best] * factor:.2g}")
 
 
-def base_factor(recipe: Recipe) -> float:
-    """Return the factor from the rate in use to optim.lr, which the linear rule scales."""
-    base = recipe.optim.base_batch
-    return base / recipe.train.global_batch if base else 1.0
-
-
 def sweep(recipe: Recipe, rates: tuple[float, ...], report: Callable[[int], None]) -> Curve:
     """Run the sweep in a process of its own, whose weights end with it; `report` gets the number of steps done."""
     settings = {"steps": len(rates), "ema": None}
     request = TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates)
-    trial = trial_process.run(request, on_result=lambda result: report(result.steps))
-    if trial.killed_by or trial.result.out_of_memory:
+    trial = trial_process.run(request, on_steps=report)
+    if trial.verdict in ("killed", "out of memory"):
         raise ConfigError(
             f"the sweep ran out of memory with train.micro_batch={recipe.train.micro_batch}; "
             "lockstep tune --micro-batch finds one that fits"
         )
-    if trial.code:
+    if trial.verdict == "fails":
         raise trial.failure("the sweep")
-    return Curve.of(rates, trial.result.losses)
+    return Curve.of(rates, trial.losses)
 
 
 def suggestion(curve: Curve, best: int, factor: float) -> list[str]:
     """Describe the rate to take from a curve that falls fastest at step `best`."""
-    rate, lowest = curve.rates[best], curve.rates[curve.lowest]
-    rule = f"optim.lr={rate * factor:.2g}"
-    if factor != 1:
-        rule += f" (the rate used is then {rate:.2g}: the linear rule multiplies by {1 / factor:g})"
-    comparison = (
-        f"For comparison, the loss is lowest, {curve.smoothed[curve.lowest]:.3g}, at optim.lr={lowest * factor:.2g}"
-    )
+    rate, lowest = curve.rates[best], curve.rates[curve.lowest] * factor
+    rule = f" (the rate used is then {rate:.2g}: the linear rule multiplies by {1 / factor:g})" if factor != 1 else ""
+    where = ": too near to where training diverges."
     if curve.end == "done" and curve.lowest == len(curve.losses) - 1:
-        comparison += ", the end of the sweep: it still falls there, and a larger --to may show more."
-    else:
-        comparison += ": too near to where training diverges."
-    lines = [f"{rule}: here the loss falls fastest.", comparison]
+        where = ", the end of the sweep: it still falls there, and a larger --to may show more."
+    lines = [
+        f"optim.lr={rate * factor:.2g}{rule}: here the loss falls fastest.",
+        f"For comparison, the loss is lowest, {curve.smoothed[curve.lowest]:.3g}, at optim.lr={lowest:.2g}{where}",
+    ]
     if curve.end != "done":
         lines.append(f"The sweep ended at a rate of {curve.rates[-1]:.2g}: {ENDS[curve.end]}.")
     return lines
@@ -119,54 +115,25 @@ def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
     )
 
 
-def draw(curve: Curve, picture: Path, recipe: Recipe) -> None:
-    """Write the curve as SVG. Raises ConfigError when it cannot be written."""
-    what = f"{recipe.model.kind} on {recipe.data.kind}, {recipe.optim.kind}"
-    title = f"Learning-rate range test: {what}, {recipe.train.global_batch} samples a step"
-    factor = base_factor(recipe)
-    rate = "learning rate" if factor == 1 else f"learning rate used (optim.lr times {1 / factor:g})"
-    try:
-        storage.write(picture, svg(curve, title, rate=rate))
-    except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {error.strerror}; name another file with --out") from None
-
-
-def rates_of(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """Return the rates of a sweep. Raises ConfigError for options that give none."""
-    if not 0 < start < float("inf"):
-        raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
-    if not start < stop < float("inf"):
-        raise ConfigError(f"--from {start:g} --to {stop:g}: --to has to be the larger one, such as 10")
-    if steps < 10:
-        raise ConfigError(f"--steps {steps}: that is too few to see a curve; take 10 or more (100 is usual)")
-    return rates_between(start, stop, steps)
-
-
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
     """Draw raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
     `rate` labels the x axis."""
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(9, 5.4)
-        figure.set_layout_engine("constrained")
         axes = figure.add_subplot(xscale="log", xlabel=f"{rate}, log scale", ylabel="training loss", ylim=limits(curve))
-        axes.set_title(title, weight="bold")
-        axes.grid(color="#e4e4e4")
+        axes.set_title(title)
         axes.plot(curve.rates, curve.losses, color=RAW, linewidth=1.2, label="loss of each step")
         axes.plot(curve.rates, curve.smoothed, color=SMOOTH, linewidth=2.4, label="smoothed")
         if (best := curve.steepest) is not None:
-            suggested, lowest = curve.rates[best], curve.rates[curve.lowest]
-            axes.axvline(suggested, color=SUGGESTED, linestyle="--")
-            for step, color, label in (
-                (curve.lowest, LOWEST, f"lowest at {lowest:.2g}"),
-                (best, SUGGESTED, f"suggestion {suggested:.2g}: falls fastest"),
-            ):
-                axes.plot(
-                    curve.rates[step], curve.smoothed[step], "o", color=color, markeredgecolor="white", label=label
-                )
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+            axes.axvline(curve.rates[best], color=SUGGESTED, linestyle="--")
+            labels = f"lowest at {curve.rates[curve.lowest]:.2g}", f"suggestion {curve.rates[best]:.2g}: falls fastest"
+            for step, color, label in zip((curve.lowest, best), (LOWEST, SUGGESTED), labels, strict=True):
+                place = curve.rates[step], curve.smoothed[step]
+                axes.plot(*place, "o", color=color, markeredgecolor="white", label=label)
+        figure.legend(loc="outside lower center", ncols=4)
 
-    return draw_svg(draw, settings=STYLE, metadata={"Title": title})
+    return draw_svg(draw, settings=CHART, metadata={"Title": title})
 
 
 def limits(curve: Curve) -> tuple[float, float]:

@@ -10,6 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.base.errors import ConfigError
+
 WINDOW = 10
 """A loss is averaged over about a tenth of the sweep: 10 steps of 100, 0.8 decades of the usual range."""
 SKIPPED = 10
@@ -49,7 +51,14 @@ def has_diverged(loss: float, best: float) -> bool:
 
 
 def rates_between(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """Return the rates of a sweep, [steps]: each the same factor above the one before."""
+    """Return the rates of a sweep, [steps]: each the same factor above the one before. Raises ConfigError for options
+    that give none."""
+    if not 0 < start < math.inf:
+        raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
+    if not start < stop < math.inf:
+        raise ConfigError(f"--from {start:g} --to {stop:g}: --to has to be the larger one, such as 10")
+    if steps < 10:
+        raise ConfigError(f"--steps {steps}: that is too few to see a curve; take 10 or more (100 is usual)")
     return tuple(start * (stop / start) ** (number / (steps - 1)) for number in range(steps))
 
 

@@ -5,7 +5,6 @@ G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +15,7 @@ from lockstep.core.host.memory_meter import GB, available_bytes
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
-from lockstep.tools.tune.trial_work import TrialRequest
+from lockstep.tools.tune.trial_process import MEMORY_SIGNALS, TrialRequest, TrialVerdict
 
 USABLE = 0.8
 """Fraction of the available memory that may be used: the rest is for page cache and for what grows later."""
@@ -29,7 +28,6 @@ Choose it once, before the first run."""
 FASTER = 1.05
 """Ratio of speeds that counts as a difference: smaller ones are noise."""
 
-TrialVerdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
 STYLES = {"fits": "green", "fails": "yellow"}
 
 
@@ -45,22 +43,6 @@ class TrialRow:
 
 def shards_of(global_batch: int, m: int) -> int:
     return -(-global_batch // m)
-
-
-def table(rows: list[TrialRow], global_batch: int) -> Table:
-    made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
-    for column in made.columns[:4]:
-        column.justify = "right"
-    for row in rows:
-        over = "" if row.verdict == "fits" else "> "
-        made.add_row(
-            str(row.m),
-            f"{shards_of(global_batch, row.m)}{'' if global_batch % row.m == 0 else ' (uneven)'}",
-            f"{over}{row.peak_bytes / GB:.2f} GB" if row.peak_bytes else "",
-            f"{row.samples_per_second:,.0f}" if row.samples_per_second else "",
-            Text(row.verdict, STYLES.get(row.verdict, "red")),
-        )
-    return made
 
 
 def recommended(rows: list[TrialRow], *, global_batch: int, processes: int) -> int:
@@ -131,35 +113,28 @@ class Finder:
         return self.rows[m].verdict == "fits"
 
     def _try(self, m: int) -> TrialRow:
-        trial = trial_process.run(self._request(m), budget_bytes=None if self.budget.on_gpu else self.budget.bytes)
+        budget = self.budget.bytes
+        trial = trial_process.run(self._request(m), budget_bytes=None if self.budget.on_gpu else budget)
+        verdict, why = trial.verdict, ""
         is_single = m == 1 < self.recipe.train.global_batch
-        if trial.has_failed and not (is_single and trial.result.began):
-            raise trial.failure(f"the trial of train.micro_batch={m}")
-        why = f"It was ended by {trial.killed_by}, as the system does when memory runs out." if trial.killed_by else ""
-        if trial.has_failed:
+        if verdict == "fails":
+            if not (is_single and trial.began):
+                raise trial.failure(f"the trial of train.micro_batch={m}")
             why = (trial.output.rstrip().splitlines() or [f"it ended with exit code {trial.code}"])[-1]
+        elif verdict == "killed":
+            why = f"It was ended by {MEMORY_SIGNALS[trial.code]}, as the system does when memory runs out."
+        elif verdict == "fits" and budget is not None and trial.device_bytes > budget:
+            verdict = "over the budget"
         row = TrialRow(
             m=m,
-            verdict=self._verdict(trial),
-            peak_bytes=trial.result.peak_bytes if self.budget.on_gpu else trial.peak_bytes,
-            samples_per_second=trial.result.samples_per_second,
+            verdict=verdict,
+            peak_bytes=trial.device_bytes if self.budget.on_gpu else max(trial.resident_bytes, trial.device_bytes),
+            samples_per_second=trial.samples_per_second,
             why=why,
         )
-        if row.verdict != "fits" and not trial.result.began:
+        if verdict != "fits" and not trial.began:
             raise ConfigError(f"not even the model fits in memory: {self.remedy(row)}")
         return row
-
-    def _verdict(self, trial: trial_process.Trial) -> TrialVerdict:
-        if trial.is_over:
-            return "over the budget"
-        if trial.killed_by:
-            return "killed"
-        if trial.has_failed:
-            return "fails"
-        if trial.result.out_of_memory:
-            return "out of memory"
-        is_within = self.budget.bytes is None or trial.result.peak_bytes <= self.budget.bytes
-        return "fits" if is_within else "over the budget"
 
     def _request(self, m: int) -> TrialRequest:
         """Request a step of the micro-batches of one of W processes, at most MOST_SHARDS, and ballast for further ones.
@@ -203,36 +178,46 @@ def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budge
     return Budget(processes=processes, on_gpu=False, bytes=int(USABLE * available / processes), origin=origin)
 
 
-def tried(finder: Finder, sizes: list[int]) -> list[TrialRow]:
-    """Try sizes to find the largest that fits, and the largest that also divides G -> rows. Raises ConfigError."""
-    best = largest(sizes, finder.fits)
-    if best is None:
-        row = next(row for row in finder.rows.values() if row.verdict != "fails")
-        raise ConfigError(f"not even train.micro_batch={row.m} fits: {finder.remedy(row)}")
-    batch = finder.recipe.train.global_batch
-    finder.fits(max(m for m in sizes if m <= best and batch % m == 0))
-    return [finder.rows[m] for m in sorted(finder.rows)]
-
-
 def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> int:
-    """Try micro-batches, print the results, and return the one for the config.
+    """Try sizes to find the largest that fits, and the largest that also divides G; print the results, and return the
+    micro-batch for the config.
 
     Raises ConfigError when nothing fits, TrialFailed when a trial fails for another reason than memory.
     """
-    batch = recipe.train.global_batch
+    batch, sizes = recipe.train.global_batch, candidates(recipe.train.global_batch, samples)
     each = " for each process" if budget.processes > 1 else ""
     limit = f"{budget.bytes / GB:.2f} GB{each}" if budget.bytes is not None else "the memory of the GPU"
     console.print(f"micro-batches of train.global_batch={batch} within {limit} ({budget.origin})", soft_wrap=True)
     finder = Finder(recipe=recipe, budget=budget, report=timed_lines(console))
-    rows = tried(finder, candidates(batch, samples))
+    if (best := largest(sizes, finder.fits)) is None:
+        row = next(row for row in finder.rows.values() if row.verdict != "fails")
+        raise ConfigError(f"not even train.micro_batch={row.m} fits: {finder.remedy(row)}")
+    finder.fits(max(m for m in sizes if m <= best and batch % m == 0))
+    rows = [finder.rows[m] for m in sorted(finder.rows)]
     m = recommended(rows, global_batch=batch, processes=budget.processes)
     console.print(table(rows, batch))
-    for line in reasons(rows, m, global_batch=batch, processes=budget.processes):
-        console.print(line, soft_wrap=True)
+    lines = reasons(rows, m, global_batch=batch, processes=budget.processes)
     if recipe.data.workers:
-        console.print(f"The memory of data.workers={recipe.data.workers} comes on top of it.", soft_wrap=True)
-    console.print(WARNING, soft_wrap=True)
+        lines.append(f"The memory of data.workers={recipe.data.workers} comes on top of it.")
+    for line in (*lines, WARNING):
+        console.print(line, soft_wrap=True)
     return m
+
+
+def table(rows: list[TrialRow], global_batch: int) -> Table:
+    made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
+    for column in made.columns[:4]:
+        column.justify = "right"
+    for row in rows:
+        over = "" if row.verdict == "fits" else "> "
+        made.add_row(
+            str(row.m),
+            f"{shards_of(global_batch, row.m)}{'' if global_batch % row.m == 0 else ' (uneven)'}",
+            f"{over}{row.peak_bytes / GB:.2f} GB" if row.peak_bytes else "",
+            f"{row.samples_per_second:,.0f}" if row.samples_per_second else "",
+            Text(row.verdict, STYLES.get(row.verdict, "red")),
+        )
+    return made
 
 
 def candidates(global_batch: int, samples: int) -> list[int]:
