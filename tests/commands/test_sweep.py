@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
 from lockstep.recipe import recipe_trust
-from lockstep.tools.sweep import optuna_search, suggestions, sweep_plan, sweep_state, sweeping
+from lockstep.tools.sweep import optuna_search, search_space, sweep_plan, sweep_state, sweeping
 from lockstep.tools.sweep.search_space import parse
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import svg
@@ -194,7 +194,7 @@ def sweep_of(*words, metric="loss", values=()):
             evaluations=[Measured(step=1, value=value, loss=value), Measured(step=2, value=value, loss=value)],
         )
         for number, (value, settings) in enumerate(
-            zip(values, suggestions.drawn(keys, seed=0, count=len(values)), strict=True), 1
+            zip(values, search_space.drawn(keys, seed=0, count=len(values)), strict=True), 1
         )
     ]
     return Sweep(keys=keys, search="random", count=20, metric=metric, prune="median", working_folder="/", trials=trials)
@@ -217,17 +217,17 @@ def test_words_are_lists_ranges_or_settings_of_all():
 
 
 def test_a_grid_has_every_combination_in_order():
-    settings = suggestions.grid(swept("a.b=1,2", "a.c=x,y,z"))
+    settings = search_space.grid(swept("a.b=1,2", "a.c=x,y,z"))
     assert [tuple(each.values()) for each in settings] == [(b, c) for b in (1, 2) for c in "xyz"]
 
 
 def test_random_settings_follow_from_the_seed():
     keys = swept("a.b=1e-5..1e-2", "a.c=16..64", "a.d=x,y")
-    drawn = suggestions.drawn(keys, seed=7, count=40)
-    assert drawn[:20] == suggestions.drawn(keys, seed=7, count=20) != suggestions.drawn(keys, seed=8, count=20)
+    drawn = search_space.drawn(keys, seed=7, count=40)
+    assert drawn[:20] == search_space.drawn(keys, seed=7, count=20) != search_space.drawn(keys, seed=8, count=20)
     assert all(1e-5 <= each["a.b"] <= 1e-2 and each["a.c"] in range(16, 65) for each in drawn)
     assert 10 < sum(each["a.b"] < 10**-3.5 for each in drawn) < 30  # by the logarithm
-    assert sorted(each["a.b"] for each in suggestions.drawn(swept("a.b=1,2,3"), seed=0, count=9)) == [1, 2, 3]
+    assert sorted(each["a.b"] for each in search_space.drawn(swept("a.b=1,2,3"), seed=0, count=9)) == [1, 2, 3]
 
 
 def test_optuna_is_a_pure_function_of_the_trials():

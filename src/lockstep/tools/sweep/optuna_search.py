@@ -9,8 +9,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from lockstep.tools.sweep.search_space import SweptKey, override_text
-from lockstep.tools.sweep.suggestions import rounded
+from lockstep.tools.sweep.search_space import SweptKey, override_text, rounded
 from lockstep.tools.sweep.sweep_state import Measured, Sweep
 
 STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}

@@ -1,7 +1,6 @@
 """Plans a sweep from a command line, or the folder of an earlier one, and checks the config of every trial."""
 
 import os
-from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.recipe_trust import SWEEP
-from lockstep.tools.sweep import suggestions, sweep_state
-from lockstep.tools.sweep.search_space import overrides, parse, shown
-from lockstep.tools.sweep.sweep_state import CONFIG, MOST_TRIALS, Prune, Search, Sweep, SweepTrial
+from lockstep.tools.sweep import sweep_state
+from lockstep.tools.sweep.search_space import MOST_TRIALS, drawn, grid, overrides, parse, shown
+from lockstep.tools.sweep.sweep_state import CONFIG, Prune, Search, Sweep, SweepTrial
 
 DEFAULT_TRIALS = 20
 DEFAULT_JOBS = 8
@@ -67,9 +66,9 @@ class PlannedSweep:
         """List the settings of all trials; for optuna, which suggests from results, some with every limit of a key."""
         keys = self.sweep.keys
         if self.sweep.search == "grid":
-            return suggestions.grid(keys)
+            return grid(keys)
         if self.sweep.search == "random":
-            return suggestions.drawn(keys, seed=self.base.run.seed, count=self.sweep.count)
+            return drawn(keys, seed=self.base.run.seed, count=self.sweep.count)
         first = {key.key: (key.ends or key.values)[0] for key in keys}
         return [{**first, key.key: value} for key in keys for value in key.ends or key.values]
 
@@ -119,7 +118,7 @@ def _plan_from_config(path: Path, words: list[str], options: SweepOptions) -> Pl
     search = options.search or "grid"
     metric, mode = _metric(recipe, options.metric)
     prune = options.prune or ("median" if search == "optuna" else "none")
-    every = len(suggestions.grid(swept)) if search == "grid" else DEFAULT_TRIALS
+    every = len(grid(swept)) if search == "grid" else DEFAULT_TRIALS
     sweep = Sweep(
         keys=swept,
         shared=shared,
@@ -151,7 +150,11 @@ def _count(search: Search, requested: int | None, default: int) -> int:
 def _continue_sweep(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
     """Take over the trials of the sweep in the folder, if it is the same one; it may get more. Raises ConfigError."""
     stored, sweep = sweep_state.load(plan.folder), plan.sweep
-    other = next((f"{a} instead of {b}" for a, b in zip(_flags(sweep), _flags(stored), strict=False) if a != b), None)
+    flags = [
+        (f"--search {each.search}", f"--metric {each.metric}", f"--prune {each.prune}", *map(str, each.keys))
+        for each in (sweep, stored)
+    ]
+    other = next((f"{a} instead of {b}" for a, b in zip(*flags, strict=False) if a != b), None)
     if other is None and _trial_settings(recipe) != _trial_settings(recipes.load(plan.folder / CONFIG, stored.shared)):
         other = "its config has changed"
     if other is not None or len(sweep.keys) != len(stored.keys):
@@ -161,14 +164,6 @@ def _continue_sweep(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
         )
     sweep.trials = stored.trials
     return plan
-
-
-def _flags(sweep: Sweep) -> Iterator[str]:
-    """Yield the flags and keys that identify a sweep."""
-    yield f"--search {sweep.search}"
-    yield f"--metric {sweep.metric}"
-    yield f"--prune {sweep.prune}"
-    yield from map(str, sweep.keys)
 
 
 def _trial_settings(recipe: Recipe) -> dict[str, Any]:
@@ -181,7 +176,12 @@ def _metric(recipe: Recipe, requested: str | None) -> tuple[str, Mode]:
     """Return the metric to compare, and whether smaller or larger values are better. Raises ConfigError."""
     checkpoint, train = recipe.checkpoint, recipe.train
     metric, mode = split_sign(requested or checkpoint.best or train.stop_metric or "loss")
-    _check_metric(recipe, metric)
+    known_names, reported = recipes.metric_names(recipe), recipe.evaluate.metrics
+    if metric not in known_names and recipe.model.code is None:
+        there_is = f"{nearest(metric, known_names)} (there is: {', '.join(known_names)})"
+        raise ConfigError(f"--metric: there is no {metric!r}{there_is}")
+    if reported != "auto" and metric not in ("loss", *reported):
+        raise ConfigError(f"--metric: {metric!r} is not among evaluate.metrics={','.join(reported)}: add it there")
     set_for = {train.stop_metric: train.stop_mode, checkpoint.best: checkpoint.mode}
     known = [each for each in (mode, set_for.get(metric, "auto"), mode_by_name(metric)) if each not in ("auto", None)]
     if not known:
@@ -190,14 +190,6 @@ def _metric(recipe: Recipe, requested: str | None) -> tuple[str, Mode]:
             f"+{metric}"
         )
     return metric, known[0] or "auto"
-
-
-def _check_metric(recipe: Recipe, metric: str) -> None:
-    known, reported = recipes.metric_names(recipe), recipe.evaluate.metrics
-    if metric not in known and recipe.model.code is None:
-        raise ConfigError(f"--metric: there is no {metric!r}{nearest(metric, known)} (there is: {', '.join(known)})")
-    if reported != "auto" and metric not in ("loss", *reported):
-        raise ConfigError(f"--metric: {metric!r} is not among evaluate.metrics={','.join(reported)}: add it there")
 
 
 def _check_recipes(plan: PlannedSweep) -> None:

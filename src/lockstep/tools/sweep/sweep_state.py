@@ -11,11 +11,10 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.checkpoint.metric_modes import Mode, is_better
 from lockstep.recipe.recipe_trust import SWEEP
-from lockstep.tools.sweep.search_space import SweptKey
+from lockstep.tools.sweep.search_space import MOST_TRIALS, SweptKey
 
 CONFIG = "sweep.yaml"
 """Copy of the config, made when the sweep began."""
-MOST_TRIALS = 1000
 Search = Literal["grid", "random", "optuna"]
 Prune = Literal["median", "none"]
 MOST = 1e100

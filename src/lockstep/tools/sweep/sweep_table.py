@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lockstep.base.escaping_console import wide_console
 from lockstep.base.yaml_text import YamlDumper
-from lockstep.observe.svg_figure import draw_svg
+from lockstep.observe.svg_figure import CHART, draw_svg
 from lockstep.tools.sweep.search_space import LOG_FACTOR, SweptKey, shown
 from lockstep.tools.sweep.sweep_plan import settings_text
 from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 STYLES = {"best": "bold green", "finished": "green", "pruned": "yellow"}
 WIDTH = 160
 """Characters of a line where there is no terminal."""
-FINISHED, PRUNED, BEST = "#1f5f99", "#9db4c8", "#c0392b"
-STYLE = {"axes.spines.top": False, "axes.spines.right": False}
+LOOKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("pruned", "pruned, when it was ended", {"color": "#9db4c8", "marker": "x"}),
+    ("finished", "finished", {"color": "#1f5f99", "marker": "o"}),
+    ("best", "best", {"color": "#c0392b", "marker": "*", "s": 160, "zorder": 3}),
+)
+"""State of a trial, its label, and how it is drawn."""
 MOST_COLUMNS = 3
 LONGEST_LABEL = 24
 MOST_TICKS = 8
@@ -95,37 +99,25 @@ def svg(sweep: Sweep, title: str) -> str:
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(max(5.0 * columns, 7.5), 4.2 * rows + 0.6)
-        figure.set_layout_engine("constrained")
-        figure.suptitle(title, weight="bold")
+        figure.suptitle(title)
         all_axes = [
             figure.add_subplot(rows, columns, index + 1, xlabel=key.key, ylabel=sweep.metric)
             for index, key in enumerate(sweep.keys)
         ]
         for axes, key in zip(all_axes, sweep.keys, strict=True):
             _panel(axes, key, sweep)
-        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
-    return draw_svg(draw, settings=STYLE, metadata={"Title": title})
+    return draw_svg(draw, settings=CHART, metadata={"Title": title})
 
 
 def _panel(axes: "Axes", key: SweptKey, sweep: Sweep) -> None:
-    axes.grid(color="#e4e4e4")
-    axes.set_axisbelow(True)
     places = _places(key, axes)
-    best = [trial for trial in sweep.trials if trial.name == sweep.best]
-    groups: list[tuple[str, list[SweepTrial], dict[str, Any]]] = [
-        ("pruned, when it was ended", _trials_in_state(sweep, "pruned"), {"color": PRUNED, "marker": "x"}),
-        ("finished", _trials_in_state(sweep, "finished"), {"color": FINISHED, "marker": "o"}),
-        ("best", best, {"color": BEST, "marker": "*", "s": 160, "zorder": 3}),
-    ]
-    for label, trials, look in groups:
-        if trials:
-            across = [places(trial.settings[key.key]) for trial in trials]
-            axes.scatter(across, [trial.value for trial in trials if trial.value is not None], label=label, **look)
-
-
-def _trials_in_state(sweep: Sweep, state: str) -> list[SweepTrial]:
-    return [trial for trial in sweep.trials if trial.state == state and trial.value is not None]
+    for state, label, look in LOOKS:
+        shown_here = [t for t in sweep.trials if state in (t.state, "best" if t.name == sweep.best else "")]
+        points = [(places(t.settings[key.key]), t.value) for t in shown_here if t.value is not None]
+        if points:
+            axes.scatter(*zip(*points, strict=True), label=label, **look)
 
 
 def _places(key: SweptKey, axes: "Axes") -> Any:

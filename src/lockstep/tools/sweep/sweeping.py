@@ -5,31 +5,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.text import Text
 
 from lockstep.base import plugins, storage
-from lockstep.base.errors import ConfigError, Interrupted, LaunchError
+from lockstep.base.errors import ConfigError, Interrupted
 from lockstep.base.lifetime import Started
 from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.launch import launch_run, run_control
+from lockstep.launch import launch_run
 from lockstep.launch.elastic import fork_server
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
-from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
-from lockstep.recipe.recipe import Recipe
+from lockstep.observe.watch.run_state import LAUNCH, RunState
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
-from lockstep.tools.sweep.trial_training import Judge, TrialTraining
+from lockstep.tools.sweep.trial_training import Judge, LocalTraining, TrialJob, TrialTraining, locked
 from lockstep.tools.trials import OUTPUT
 
 PICTURE = "sweep.svg"
@@ -37,9 +35,8 @@ LOOK_SECONDS = 2.0
 """Time between two looks at jobs of a scheduler."""
 LEAST_TRIALS = 3
 """Number of earlier trials that must have reached an evaluation before a trial is pruned by it."""
-MOST_FAILURES = 150
-"""Number of times in a row that a scheduler may not answer: for 5 minutes and more."""
 MODULE = "lockstep.tools.sweep.trial_start"
+Training = TypeVar("Training", bound=TrialTraining)
 
 
 def run(plan: PlannedSweep, console: Console) -> int:
@@ -48,19 +45,23 @@ def run(plan: PlannedSweep, console: Console) -> int:
     Raises Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already.
     """
     sweep, folder = plan.sweep, plan.folder
-    with _folder_lock(folder):
+    with locked(folder, f"{folder} is run by another process; choose another --name"):
         done = len(sweep.ended)
         console.print(
             f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}"
             + (f"; {done} of them ended before" if done else ""),
             soft_wrap=True,
         )
+        trials, submits = Trials(plan=plan, console=console), plan.base.launch.SUBMITS
         try:
             with ended_by_sigterm():
-                _run_trials(Trials(plan=plan, console=console))
+                if submits:
+                    _run_jobs(trials)
+                else:
+                    _run_here(trials)
         except (KeyboardInterrupt, Interrupted) as error:
             what = str(error) or "interrupted"
-            jobs = "; jobs that were submitted go on" if plan.base.launch.SUBMITS else ""
+            jobs = "; jobs that were submitted go on" if submits else ""
             raise Interrupted(f"{what}{jobs}\ngo on with: lockstep sweep {folder}") from None
     if len(sweep.trials) < sweep.count:
         console.print(f"There are no other settings to try than those of {len(sweep.trials)} trials.", soft_wrap=True)
@@ -73,97 +74,6 @@ def run(plan: PlannedSweep, console: Console) -> int:
     return 0
 
 
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise LaunchError(f"{folder} is run by another process; choose another --name") from None
-
-
-@dataclass(frozen=True)
-class TrialProcesses:
-    """Processes of trials, forked from one that has imported what they need, where that is possible."""
-
-    server: ForkServer | None
-
-    def start(self, folder: Path, trust: Sequence[str]) -> Started:
-        """Start the launcher of the run in this folder."""
-        log, arguments = folder / "logs" / OUTPUT, (str(folder / LAUNCH), *trust)
-        if self.server is not None:
-            start = WorkerStart(
-                module=MODULE,
-                arguments=("0", *arguments),
-                environment=None,
-                outputs=dict.fromkeys((1, 2), str(log)),
-                began=time.time(),
-            )
-            with suppress(ServerKilled):
-                return self.server.fork(start)
-        command = [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *arguments]
-        with log.open("a", encoding="utf-8") as file:
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-@contextmanager
-def serving(recipe: Recipe) -> Iterator[TrialProcesses]:
-    """Import what trials like this one need. Call it before this process starts threads."""
-    launcher = plugins.implementation_name("launch.launchers", recipe.launch.kind)
-    modules = (*launch_run.worker_modules(recipe, ()), launcher, MODULE)
-    with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
-        yield TrialProcesses(server)
-
-
-@dataclass(kw_only=True)
-class TrialJob:
-    """A trial that a scheduler runs, as its own job, which goes on when the sweep is ended."""
-
-    training: TrialTraining
-    trust: Sequence[str]
-    failures: int = field(default=0, init=False)
-    is_cancelled: bool = field(default=False, init=False)
-
-    @property
-    def is_submitted(self) -> bool:
-        """Whether a job of an earlier start of the sweep is still there."""
-        try:
-            return not run_control.is_over(self.training.folder)
-        except ConfigError:
-            return False
-
-    def start(self) -> str:
-        """Submit it, unless it has ended or a job is there already -> the state of the job. Raises LaunchError."""
-        if self.training.is_decided:
-            return "has ended already"
-        if not self.is_submitted:
-            self.training.prepare_folder()
-            with redirect_stdout(StringIO()):  # of `lockstep train`, for one run
-                launch_run.launch(self.training.recipe, ("--resume", "auto", *self.trust))
-        return run_control.status(self.training.folder)[0]
-
-    def look(self) -> SweepTrial | None:
-        """Return the trial as it ended; None while its job runs. Raises LaunchError if the scheduler never answers."""
-        training = self.training
-        is_over = training.is_decided or self._is_over()
-        training.follow(RunReader(training.folder).state())
-        if training.pruned_at is not None and not (is_over or self.is_cancelled):
-            run_control.cancel(training.folder)
-            self.is_cancelled = True
-        return training.ended(0 if training.is_decided else 1) if is_over else None
-
-    def _is_over(self) -> bool:
-        try:
-            is_over = run_control.is_over(self.training.folder)
-        except LaunchError:
-            self.failures += 1
-            if self.failures > MOST_FAILURES:
-                raise
-            return False
-        self.failures = 0
-        return is_over
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trials:
     """Trials of a sweep: chooses the next one, and saves the result of each before others begin."""
@@ -171,7 +81,19 @@ class Trials:
     plan: PlannedSweep
     console: Console
 
-    def next(self, active: Collection[int] = ()) -> SweepTrial | None:
+    def trainings(self, kind: type[Training], active: Collection[Training] = ()) -> Iterator[Training]:
+        """Yield the run of each trial that is neither ended nor active; one whose config is not valid has failed."""
+        sweep = self.plan.sweep
+        while (trial := self._next([training.trial.number for training in active])) is not None:
+            try:
+                recipe, trust = self.plan.recipe(trial)
+            except ConfigError as error:  # of a suggestion that follows from results
+                failed = {"state": "failed", "note": str(error).splitlines()[-1]}
+                self.ended(trial.model_copy(update=failed))
+                continue
+            yield kind(trial=trial, recipe=recipe, trust=trust, metric=sweep.metric, judge=_make_judge(sweep))
+
+    def _next(self, active: Collection[int]) -> SweepTrial | None:
         """Return an interrupted trial whose number is not among the active ones, or a new one; None at the end."""
         sweep = self.plan.sweep
         for trial in sweep.trials:
@@ -192,17 +114,6 @@ class Trials:
         sweep.save(self.plan.folder)
         return sweep.trials[-1]
 
-    def training(self, trial: SweepTrial) -> tuple[TrialTraining, tuple[str, ...]] | None:
-        """Return a trial's run and the trust arguments of its workers; None where its config is not valid."""
-        try:
-            recipe, trust = self.plan.recipe(trial)
-        except ConfigError as error:  # of a suggestion that follows from results
-            failed = {"state": "failed", "note": str(error).splitlines()[-1]}
-            self.ended(trial.model_copy(update=failed))
-            return None
-        sweep = self.plan.sweep
-        return TrialTraining(trial=trial, recipe=recipe, metric=sweep.metric, judge=_make_judge(sweep)), trust
-
     def ended(self, trial: SweepTrial) -> None:
         sweep = self.plan.sweep
         sweep.trials[trial.number - 1] = trial
@@ -210,32 +121,44 @@ class Trials:
         self.console.print(line(sweep, trial), soft_wrap=True)
 
 
-def _run_trials(trials: Trials) -> None:
-    """Run trials one after the other in processes of this machine, or as jobs."""
-    plan = trials.plan
-    if plan.base.launch.SUBMITS:
-        _run_jobs(trials, most=plan.jobs)
-        return
-    with serving(plan.base) as processes:
-        while (trial := trials.next()) is not None:
-            if (found := trials.training(trial)) is not None:
-                training, trust = found
-                training.start = partial(processes.start, trust=trust)
-                with _status(plan.sweep, trial, trials.console) as show:
-                    trials.ended(training.run(show))
+def _run_here(trials: Trials) -> None:
+    """Run trials one after the other, in processes forked from one that has imported what they need, if possible."""
+    recipe = trials.plan.base
+    launcher = plugins.implementation_name("launch.launchers", recipe.launch.kind)
+    modules = (*launch_run.worker_modules(recipe, ()), launcher, MODULE)
+    with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
+        for training in trials.trainings(LocalTraining):
+            with _status(trials.plan.sweep, training.trial, trials.console) as show:
+                trials.ended(training.run(partial(_start, server), show))
 
 
-def _run_jobs(trials: Trials, *, most: int) -> None:
-    """Keep at most `most` jobs at the scheduler until all trials have ended. Raises LaunchError."""
+def _start(server: ForkServer | None, folder: Path, trust: Sequence[str]) -> Started:
+    """Start the launcher of the run in this folder."""
+    log, arguments = folder / "logs" / OUTPUT, (str(folder / LAUNCH), *trust)
+    if server is not None:
+        start = WorkerStart(
+            module=MODULE,
+            arguments=("0", *arguments),
+            environment=None,
+            outputs=dict.fromkeys((1, 2), str(log)),
+            began=time.time(),
+        )
+        with suppress(ServerKilled):
+            return server.fork(start)
+    command = [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *arguments]
+    with log.open("a", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _run_jobs(trials: Trials) -> None:
+    """Keep at most `plan.jobs` jobs at the scheduler until all trials have ended. Raises LaunchError."""
     jobs: list[TrialJob] = []
     while True:
-        while len(jobs) < most and (trial := trials.next([job.training.trial.number for job in jobs])) is not None:
-            if (found := trials.training(trial)) is not None:
-                training, trust = found
-                training.output = run_control.output
-                jobs.append(TrialJob(training=training, trust=trust))
-                state = jobs[-1].start()
-                trials.console.print(f"{trial.name} · {settings_text(trial.settings)} · {state}", soft_wrap=True)
+        waiting = trials.trainings(TrialJob, jobs)
+        while len(jobs) < trials.plan.jobs and (job := next(waiting, None)) is not None:
+            jobs.append(job)
+            text = f"{job.trial.name} · {settings_text(job.trial.settings)} · {job.start()}"
+            trials.console.print(text, soft_wrap=True)
         if not jobs:
             return
         time.sleep(LOOK_SECONDS)

@@ -1,9 +1,11 @@
-"""Trains one trial of a sweep in processes of its own, follows it, and returns its result."""
+"""Trains one trial of a sweep, in processes of this machine or as a scheduler's job, and returns its result."""
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.lifetime import Started
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
+from lockstep.launch import launch_run, run_control
 from lockstep.observe.report.goodput import starts
 from lockstep.observe.run_folder import RunFolder, RunSummary
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
@@ -29,20 +32,30 @@ AFTERWORD = re.compile(
     r"It is not started again|go on with|Go on from"
 )
 """Lines that a launcher prints after the reason of a failure."""
+MOST_FAILURES = 150
+"""Number of times in a row that a scheduler may not answer: for 5 minutes and more."""
 Judge = Callable[[Sequence[Measured]], int | None]
 """Evaluations of a trial -> the index of the one that ends it early, None for none."""
+
+
+@contextmanager
+def locked(folder: Path, message: str, *, seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a sweep or a run. Raises LaunchError with the message where another process keeps it."""
+    try:
+        with FileLock(folder / ".lock", timeout=seconds):
+            yield
+    except Timeout:
+        raise LaunchError(message) from None
 
 
 @dataclass(kw_only=True)
 class TrialTraining:
     trial: SweepTrial
     recipe: Recipe
+    trust: Sequence[str]
+    """Trust arguments of its workers."""
     metric: str
     judge: Judge
-    start: Callable[[Path], Started] | None = None
-    """Start the processes of the run in this folder, whose output is appended to logs/output.log; None for a job."""
-    output: Callable[[Path], Path] = lambda folder: folder / "logs" / trials.OUTPUT
-    """The run's folder -> the file with its launcher's output."""
     total_steps: int = 0
     pruned_at: int | None = None
     """Index of the evaluation that ends it early."""
@@ -51,56 +64,10 @@ class TrialTraining:
     def folder(self) -> Path:
         return self.recipe.folder
 
-    def run(self, show: Callable[[RunState], None]) -> SweepTrial:
-        """Train from where an earlier start was killed -> the trial as it ended.
-
-        Raises Interrupted where the run was stopped, LaunchError where another process trains it.
-        """
-        code = 0 if self.is_decided else self._train(show)
-        self.follow(RunReader(self.folder).state())
-        if self.pruned_at is None and code == Interrupted.exit_code:
-            raise Interrupted(f"{self.trial.name} was stopped")
-        return self.ended(code)
-
     @property
     def is_decided(self) -> bool:
         """Whether the run has ended and does not go on."""
         return self._summary().status in DECIDED
-
-    def ended(self, code: int) -> SweepTrial:
-        """Return the trial as its run has ended, with an exit code."""
-        if self.pruned_at is not None:
-            return self._pruned_trial(self.pruned_at)
-        return self._failed_trial(code) if code else self._finished_trial()
-
-    def _train(self, show: Callable[[RunState], None]) -> int:
-        assert self.start is not None
-        grace = self.recipe.launch.grace_seconds + 2.0
-        self._wait_for_earlier_start(grace)
-        self.prepare_folder()
-        reader, launcher, next_look = RunReader(self.folder), self.start(self.folder), 0.0
-
-        def poll() -> None:
-            nonlocal next_look
-            if self.pruned_at is None and time.monotonic() >= next_look:
-                state = reader.state()
-                show(state)
-                self.follow(state)
-                next_look = time.monotonic() + LOOK_SECONDS
-                if self.pruned_at is not None:
-                    launcher.terminate()  # it saves first
-
-        return trials.followed(launcher, poll, grace_seconds=grace)[0]
-
-    def _wait_for_earlier_start(self, seconds: float) -> None:
-        """Wait for the processes of a killed sweep, which save and end by themselves. Raises LaunchError."""
-        if not self.folder.is_dir():
-            return
-        try:
-            with FileLock(self.folder / ".lock", timeout=seconds):
-                pass
-        except Timeout:
-            raise LaunchError(f"{self.folder} is still being trained by another process: wait, or stop that") from None
 
     def prepare_folder(self) -> None:
         try:
@@ -109,8 +76,6 @@ class TrialTraining:
             storage.write(self.folder / "logs" / trials.OUTPUT, "")
         except OSError as error:
             raise ConfigError(f"cannot write to {self.folder}: {error.strerror}") from None
-
-    # ---- while it trains
 
     def follow(self, state: RunState) -> None:
         """Keep the evaluations, and find the first one that is clearly worse than those of earlier trials."""
@@ -126,9 +91,21 @@ class TrialTraining:
                 early = [each for each in self.trial.evaluations if each.step < self.total_steps]
                 self.pruned_at = self.judge(early)
 
-    # ---- after its end
+    def output(self) -> Path:
+        """Return the file with what its launcher wrote."""
+        return self.folder / "logs" / trials.OUTPUT
 
-    def _finished_trial(self) -> SweepTrial:
+    def ended(self, code: int) -> SweepTrial:
+        """Return the trial as its run has ended, with an exit code."""
+        if self.pruned_at is not None:
+            self.trial.evaluations = self.trial.evaluations[: self.pruned_at + 1]
+            last = self.trial.evaluations[-1]
+            note = f"at step {last.step:,} of {self.total_steps:,}, worse than the median"
+            return self._result("pruned", value=last.value, loss=last.loss, note=note)
+        if code:
+            lines = [line.removeprefix(MARK) for line in storage.tail(self.output()).splitlines()]
+            reasons = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
+            return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
         summary = self._summary()
         values = self._checkpoint_metrics() or summary.evaluation
         value = values.get(self.metric)
@@ -144,18 +121,6 @@ class TrialTraining:
         chosen = retention.best(manifests, recipe.checkpoint) or next(iter(manifests), None)
         return dict(manifests[chosen].metrics) if chosen else {}
 
-    def _pruned_trial(self, index: int) -> SweepTrial:
-        self.trial.evaluations = self.trial.evaluations[: index + 1]
-        last = self.trial.evaluations[index]
-        note = f"at step {last.step:,} of {self.total_steps:,}, worse than the median"
-        return self._result("pruned", value=last.value, loss=last.loss, note=note)
-
-    def _failed_trial(self, code: int) -> SweepTrial:
-        file = self.output(self.folder)
-        lines = [line.removeprefix(MARK) for line in storage.tail(file).splitlines()]
-        reasons = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
-        return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
-
     def _result(self, state: str, **results: Any) -> SweepTrial:
         history = RunFolder(self.folder).history()
         seconds = sum(start.ended - start.began for start in starts(history))
@@ -163,3 +128,87 @@ class TrialTraining:
 
     def _summary(self) -> RunSummary:
         return RunFolder(self.folder).summary()
+
+
+class LocalTraining(TrialTraining):
+    """A trial in processes of this machine."""
+
+    def run(self, start: Callable[[Path, Sequence[str]], Started], show: Callable[[RunState], None]) -> SweepTrial:
+        """Train from where an earlier start was killed -> the trial as it ended.
+
+        `start` starts the processes of the run in a folder, whose output is appended to logs/output.log. Raises
+        Interrupted where the run was stopped, LaunchError where another process trains it.
+        """
+        code = 0 if self.is_decided else self._train(start, show)
+        self.follow(RunReader(self.folder).state())
+        if self.pruned_at is None and code == Interrupted.exit_code:
+            raise Interrupted(f"{self.trial.name} was stopped")
+        return self.ended(code)
+
+    def _train(self, start: Callable[[Path, Sequence[str]], Started], show: Callable[[RunState], None]) -> int:
+        grace = self.recipe.launch.grace_seconds + 2.0
+        if self.folder.is_dir():  # the processes of a killed sweep save, and end by themselves
+            held = f"{self.folder} is still being trained by another process: wait, or stop that"
+            with locked(self.folder, held, seconds=grace):
+                pass
+        self.prepare_folder()
+        reader, launcher, next_look = RunReader(self.folder), start(self.folder, self.trust), 0.0
+
+        def poll() -> None:
+            nonlocal next_look
+            if self.pruned_at is None and time.monotonic() >= next_look:
+                state = reader.state()
+                show(state)
+                self.follow(state)
+                next_look = time.monotonic() + LOOK_SECONDS
+                if self.pruned_at is not None:
+                    launcher.terminate()  # it saves first
+
+        return trials.followed(launcher, poll, grace_seconds=grace)[0]
+
+
+@dataclass(kw_only=True)
+class TrialJob(TrialTraining):
+    """A trial that a scheduler runs, as its own job, which goes on when the sweep is ended."""
+
+    failures: int = 0
+    """Times in a row that the scheduler has not answered."""
+    is_cancelled: bool = False
+
+    def output(self) -> Path:
+        return run_control.output(self.folder)
+
+    def start(self) -> str:
+        """Submit it, unless it has ended or a job of an earlier start of the sweep is there already -> the state of the
+        job. Raises LaunchError."""
+        if self.is_decided:
+            return "has ended already"
+        try:
+            is_submitted = not run_control.is_over(self.folder)
+        except ConfigError:
+            is_submitted = False
+        if not is_submitted:
+            self.prepare_folder()
+            with redirect_stdout(StringIO()):  # of `lockstep train`, for one run
+                launch_run.launch(self.recipe, ("--resume", "auto", *self.trust))
+        return run_control.status(self.folder)[0]
+
+    def look(self) -> SweepTrial | None:
+        """Return the trial as it ended; None while its job runs. Raises LaunchError if the scheduler never answers."""
+        is_over = self.is_decided or self._is_over()
+        self.follow(RunReader(self.folder).state())
+        if self.pruned_at is not None and not (is_over or self.is_cancelled):
+            run_control.cancel(self.folder)
+            self.is_cancelled = True
+        return self.ended(0 if self.is_decided else 1) if is_over else None
+
+    def _is_over(self) -> bool:
+        try:
+            is_over = run_control.is_over(self.folder)
+        except LaunchError:
+            self.failures += 1
+            if self.failures > MOST_FAILURES:
+                raise
+            return False
+        self.failures = 0
+        return is_over
