@@ -1,11 +1,12 @@
 """Starts the processes of a trial through the launcher, as `lockstep train` does, and passes their exit code on.
 
-python -m lockstep.tools.trial_launcher CONFIG.yaml PROCESSES TASK REQUEST.json [--trust-code]
+python -m lockstep.tools.trial_launcher PARENT CONFIG.yaml PROCESSES TASK REQUEST.json [--trust-code]
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.base.contracts import Request
 from lockstep.base.errors import Interrupted
@@ -14,10 +15,10 @@ from lockstep.protocol import environment
 from lockstep.recipe import recipe as recipes
 
 
-def main(argv: list[str]) -> int:
-    """Run the trial to its end -> exit code."""
-    end_with_parent("SIGTERM")
-    config, processes, task, request, *allowed = argv
+def run(argv: list[str]) -> NoReturn:
+    """Run the trial and exit. PARENT is the id of the process that starts this one, or 0 where it is not known."""
+    parent, config, processes, task, request, *allowed = argv
+    end_with_parent("SIGTERM", int(parent) or None)
     recipe = recipes.load(Path(config))
     environment.set_threads(recipe.run.threads)
     from lockstep.launch import launch_run  # noqa: PLC0415 (imports torch)
@@ -29,10 +30,10 @@ def main(argv: list[str]) -> int:
         plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))
         modules = launch_run.worker_modules(recipe, arguments)
         try:
-            return launcher.run(replace(plan, processes=int(processes), modules=modules), recipe.folder / "logs")
+            sys.exit(launcher.run(replace(plan, processes=int(processes), modules=modules), recipe.folder / "logs"))
         except Interrupted as error:
-            return error.exit_code
+            sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

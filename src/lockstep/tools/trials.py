@@ -1,16 +1,14 @@
 """Trial runs: a recipe with some settings changed, run in fresh processes that end with the calling command.
 
-`prove` and `estimate` start theirs through the launcher, as `lockstep train` does. `tune` forks its own from a process
-that has imported everything (tune/trial_process.py): it starts many that do a few steps each, and they may run out of
-memory.
+`prove`, `estimate`, `scale` and `doctor` start theirs through the launcher, as `lockstep train` does. `tune` forks its
+own from a process that has imported everything (tune/trial_process.py): it starts many that do a few steps each, and
+they may run out of memory.
 """
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +27,7 @@ from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits, prepare_splits
+from lockstep.tools import trial_processes
 
 T = TypeVar("T")
 GRACE_SECONDS = 5
@@ -37,6 +36,7 @@ POLL_SECONDS = 0.1
 POLLS_PER_MEASUREMENT = 10
 """Memory is measured at every tenth poll: finding the processes of a trial means listing all of the machine's."""
 TAIL_LINES = 40
+LAUNCHER = "lockstep.tools.trial_launcher"
 OUTPUT = "output.log"
 STAGES = "stages"
 """File with a line for each stage of a trial that has begun."""
@@ -155,6 +155,11 @@ def without_interruptions(recipe: Recipe, folder: Path, *, steps: int) -> dict[s
     }
 
 
+def forking(recipe: Recipe, task: str) -> AbstractContextManager[None]:
+    """Let runs of a task import everything once; see trial_processes."""
+    return trial_processes.forking(recipe, LAUNCHER, task=task)
+
+
 def run(
     recipe: Recipe,
     folder: Path,
@@ -180,8 +185,7 @@ def run(
     recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
     storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
     storage.write(request_file, to_json(request))
-    command = [sys.executable, "-P", "-m", "lockstep.tools.trial_launcher", str(recipe_file), str(processes)]
-    command += [task, str(request_file), *trust.arguments()]
+    arguments = (str(recipe_file), str(processes), task, str(request_file), *trust.arguments())
     known = 0
 
     def look() -> None:
@@ -193,9 +197,9 @@ def run(
             for stage in stages:
                 report(stage)
 
-    with (folder / OUTPUT).open("w", encoding="utf-8") as file:
-        launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
+    storage.write(folder / OUTPUT, "")
+    launcher = trial_processes.start(LAUNCHER, arguments, folder / OUTPUT)
+    code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)
 

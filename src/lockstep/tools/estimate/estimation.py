@@ -18,6 +18,7 @@ from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.escaping_console import wide_console
 from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.recipe.recipe import Recipe
+from lockstep.tools import trials
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, MachineMeasurements, measure, per_machine
 from lockstep.tools.estimate.process_measurement import section_of, shortened
 from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
@@ -154,8 +155,9 @@ def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: 
         if value is not None and value <= 0:
             raise ConfigError(f"--{option}: {value:g} is not more than 0")
     check_writable("--json", to)
-    prepared(recipe)
-    measured = measure(recipe, options, report=timed_lines(console))
+    with trials.forking(recipe, "estimate"):
+        prepared(recipe)
+        measured = measure(recipe, options, report=timed_lines(console))
     return report(recipe, options, measured, console=console, to=to)
 
 

@@ -20,6 +20,7 @@ from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.recipe.components import evaluation_requests, requested_metrics
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits
+from lockstep.tools import trials
 from lockstep.tools.prove import proof_runs, run_differences
 from lockstep.tools.prove.proof_runs import ProofRequest, ProofRun, ProofRuns, processes_of
 from lockstep.tools.prove.proof_table import NotShown, ProofRow, print_proof
@@ -226,9 +227,8 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
             raise ConfigError(
                 f"--only: there is no part {part!r}{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
             )
-    data = prepared(recipe)
-    report = timed_lines(console)
-    with ended_by_sigterm(), folder_for(keep) as folder:
+    with trials.forking(recipe, "prove"), ended_by_sigterm(), folder_for(keep) as folder:
+        data, report = prepared(recipe), timed_lines(console)
         proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
         rows = proof.rows(tuple(parts))
         report("done")

@@ -113,10 +113,10 @@ class ScaleOptions:
 def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[ScaleRow]:
     """Measure, print a table, write the picture and JSON. Raises ConfigError, TrialFailed."""
     check(recipe, options)
-    prepared(recipe)
-    report = timed_lines(console)
     rates, peaks = ({size: list[float]() for size in options.world_sizes} for _ in range(2))
-    with trials.temporary_folder("lockstep-scale-") as folder:
+    with trials.forking(recipe, "scale"), trials.temporary_folder("lockstep-scale-") as folder:
+        prepared(recipe)
+        report = timed_lines(console)
         for number in range(options.rounds):
             for size in options.world_sizes if number % 2 == 0 else reversed(options.world_sizes):
                 report(f"round {number + 1}: {processes_text(size)} ...")

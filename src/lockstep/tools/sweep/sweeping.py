@@ -1,11 +1,8 @@
 """Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and shows the best."""
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,15 +12,13 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.base import plugins, storage
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted
 from lockstep.base.lifetime import Started
 from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.launch import launch_run
-from lockstep.launch.elastic import fork_server
-from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
 from lockstep.observe.watch.run_state import LAUNCH, RunState
+from lockstep.tools import trial_processes
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
@@ -124,30 +119,15 @@ class Trials:
 def _run_here(trials: Trials) -> None:
     """Run trials one after the other, in processes forked from one that has imported what they need, if possible."""
     recipe = trials.plan.base
-    launcher = plugins.implementation_name("launch.launchers", recipe.launch.kind)
-    modules = (*launch_run.worker_modules(recipe, ()), launcher, MODULE)
-    with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
+    with trial_processes.forking(recipe, MODULE, kind=recipe.launch.kind):
         for training in trials.trainings(LocalTraining):
             with _status(trials.plan.sweep, training.trial, trials.console) as show:
-                trials.ended(training.run(partial(_start, server), show))
+                trials.ended(training.run(_start, show))
 
 
-def _start(server: ForkServer | None, folder: Path, trust: Sequence[str]) -> Started:
+def _start(folder: Path, trust: Sequence[str]) -> Started:
     """Start the launcher of the run in this folder."""
-    log, arguments = folder / "logs" / OUTPUT, (str(folder / LAUNCH), *trust)
-    if server is not None:
-        start = WorkerStart(
-            module=MODULE,
-            arguments=("0", *arguments),
-            environment=None,
-            outputs=dict.fromkeys((1, 2), str(log)),
-            began=time.time(),
-        )
-        with suppress(ServerKilled):
-            return server.fork(start)
-    command = [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *arguments]
-    with log.open("a", encoding="utf-8") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    return trial_processes.start(MODULE, (str(folder / LAUNCH), *trust), folder / "logs" / OUTPUT)
 
 
 def _run_jobs(trials: Trials) -> None:
