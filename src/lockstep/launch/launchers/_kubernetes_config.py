@@ -1,6 +1,5 @@
 """Settings of the Kubernetes launcher."""
 
-import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,8 +33,8 @@ def _is_mount(path: str) -> str:
     return path
 
 
-class KubernetesSection(LiveLaunchSection):
-    """Pods of a Kubernetes cluster, as a JobSet or a Kubeflow TrainJob."""
+class Config(LiveLaunchSection):
+    """Pods of a Kubernetes cluster, submitted with kubectl as a JobSet or as a Kubeflow TrainJob."""
 
     SUBMITS: ClassVar[bool] = True
 
@@ -112,8 +111,3 @@ class KubernetesSection(LiveLaunchSection):
         if self.processes != "auto":
             return self.processes
         return self.gpus or max(1, min(self.cpus // threads, -(-shards // self.max_nodes)))
-
-
-def is_label(text: str) -> bool:
-    """Return whether a text is valid as a job's name."""
-    return len(text) <= LONGEST_NAME and re.fullmatch(LABEL, text) is not None

@@ -10,8 +10,9 @@ import yaml
 
 from lockstep.base.contracts import Request
 from lockstep.base.errors import CheckpointError, Desync, Interrupted, NonFiniteLoss
+from lockstep.base.json_values import with_texts
 from lockstep.base.yaml_text import BREAKS, YamlDumper, YamlLoader
-from lockstep.launch.launchers._kubernetes_config import LONGEST_NAME, KubernetesSection, is_label
+from lockstep.launch.launchers._kubernetes_config import LABEL, LONGEST_NAME, Config
 
 RECIPES = "/etc/lockstep"
 """Mount path of the ConfigMap in pods."""
@@ -21,6 +22,11 @@ FINAL = sorted({CheckpointError.exit_code, NonFiniteLoss.exit_code, Desync.exit_
 """Exit codes that any further start would end with, too."""
 Values = dict[str, Any]
 """A YAML mapping."""
+
+
+def is_label(text: str) -> bool:
+    """Return whether a text is valid as a job's name."""
+    return len(text) <= LONGEST_NAME and re.fullmatch(LABEL, text) is not None
 
 
 def job_name(run: str) -> str:
@@ -34,7 +40,7 @@ def job_name(run: str) -> str:
     return f"{plain[: LONGEST_NAME - len(digest) - 1].strip('-')}-{digest}"
 
 
-def manifest(section: KubernetesSection, request: Request, *, name: str, recipe: Values, threads: int) -> str:
+def manifest(section: Config, request: Request, *, name: str, recipe: Values, threads: int) -> str:
     """Render the manifest; `recipe` is the config with paths as pods see them, `threads` the number per process."""
     from lockstep.base.templates import render  # noqa: PLC0415 (a config is checked without Jinja2)
 
@@ -109,9 +115,14 @@ ManifestDumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYn
 ManifestDumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0[oO][0-7]+$"), list("-+0"))
 
 
-def relocate(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Values:
+def relocate(text: str, here: Path, section: Config, **launch: Any) -> Values:
     """Return a recipe as pods see it: paths below `here` are in the volume, as are the folder of runs and the cache."""
-    recipe: Values = _replace_prefix(yaml.load(text, Loader=YamlLoader) or {}, str(here), section.mount)
+    prefix = str(here).rstrip("/")
+
+    def moved(value: str) -> str:
+        return section.mount + value.removeprefix(prefix) if f"{value}/".startswith(f"{prefix}/") else value
+
+    recipe: Values = with_texts(yaml.load(text, Loader=YamlLoader) or {}, moved)
     for name, key, default in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
         folder = str(recipe.get(name, {}).get(key, ""))
         if key == "dir" or folder:
@@ -121,29 +132,14 @@ def relocate(text: str, here: Path, section: KubernetesSection, **launch: Any) -
     return recipe
 
 
-def _replace_prefix(value: Any, here: str, mount: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace_prefix(inner, here, mount) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_replace_prefix(inner, here, mount) for inner in value]
-    if isinstance(value, str) and (value == here or value.startswith(f"{here.rstrip('/')}/")):
-        return mount + value[len(here.rstrip("/")) :]
-    return value
-
-
 def merge(base: Any, extra: Any) -> Any:
     """Merge strategically: mappings by key, lists by the items' mountPath or name; else `extra` replaces `base`."""
-    if isinstance(base, dict) and isinstance(extra, dict):
-        merged = {key: merge(value, extra[key]) if key in extra else value for key, value in base.items()}
-        return merged | {key: value for key, value in extra.items() if key not in base}
     if isinstance(base, list) and isinstance(extra, list):
-        new = {_merge_key(item): item for item in extra}
-        changed = [merge(item, new.pop(_merge_key(item))) if _merge_key(item) in new else item for item in base]
-        return changed + list(new.values())
-    return extra
+        return list(merge(*({_merge_key(item): item for item in items} for items in (base, extra))).values())
+    if not (isinstance(base, dict) and isinstance(extra, dict)):
+        return extra
+    return base | {key: merge(base[key], value) if key in base else value for key, value in extra.items()}
 
 
 def _merge_key(item: Any) -> str:
-    if isinstance(item, dict):
-        return str(item.get("mountPath") or item.get("name") or item)
-    return str(item)
+    return str((item.get("mountPath") or item.get("name") or item) if isinstance(item, dict) else item)

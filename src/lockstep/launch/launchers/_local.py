@@ -7,23 +7,20 @@ from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.elastic import fork_server
 from lockstep.launch.elastic.membership import Membership
-from lockstep.launch.elastic.node import Node, worker_plan
+from lockstep.launch.elastic.node import Node
 from lockstep.launch.launchers._own_process import OwnProcess
-from lockstep.launch.launchers.local import Config
+from lockstep.launch.launchers.local import Config as Config
 
 
 class Local(OwnProcess):
-    def __init__(self, config: Config, *, threads: int, shards: int) -> None:
-        self.config, self.threads, self.shards = config, threads, shards
-
     def plan(self, request: Request) -> Plan:
-        """Plan the worker command and number of workers. Raises LaunchError for more than GPUs, or several nodes."""
+        """Plan as an OwnProcess does. Raises LaunchError for several nodes, too."""
         if self.config.min_nodes > 1:
             raise LaunchError(
                 f"launch.nodes={self.config.nodes}: run the same command on each machine with --node-rank 0 (1, ...) "
                 f"and --rendezvous HOST:PORT, such as --rendezvous {platform.node()}:29400 where this one is node 0"
             )
-        return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
+        return super().plan(request)
 
     def run(self, plan: Plan, logs: Path) -> int:
         """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
@@ -39,6 +36,4 @@ class Local(OwnProcess):
             return Node(membership, plan, logs, fork_server=server).run()
 
 
-def build(config: Config, *, threads: int, shards: int) -> Local:
-    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
-    return Local(config, threads=threads, shards=shards)
+build = Local

@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
+from lockstep.launch.launch_config import LaunchSection
 
 
 class Note(BaseModel):
@@ -25,7 +27,17 @@ class Note(BaseModel):
 
 
 class OwnProcess:
-    """The job is this process, which supervises the workers."""
+    """The job is this process, which supervises the workers: each with `threads` threads, and no more than `shards` of
+    them, as more would have no work."""
+
+    def __init__(self, config: LaunchSection, *, threads: int, shards: int) -> None:
+        self.config, self.threads, self.shards = config, threads, shards
+
+    def plan(self, request: Request) -> Plan:
+        """Plan the worker command and the number of workers. Raises LaunchError for more than GPUs."""
+        from lockstep.launch.elastic.node import worker_plan  # noqa: PLC0415 (a config is checked without it)
+
+        return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
 
     def note(self) -> dict[str, Any]:
         own = psutil.Process()
@@ -35,18 +47,19 @@ class OwnProcess:
         """Describe whether that process is alive, if it is on this machine."""
         if note["host"] != platform.node():
             return f"started on {note['host']} (process {note['process']}); run `lockstep status` there"
-        alive = _alive(note)
-        return f"runs here (process {note['process']})" if alive else "does not run"
+        return "does not run" if self.is_over(note) else f"runs here (process {note['process']})"
 
-    def is_over(self, note: Mapping[str, Any]) -> bool:
+    def is_over(self, note: Mapping[str, Any], request: str = "ask") -> bool:
+        """Return whether the process has ended; its id may have been reused. Raises LaunchError on another machine."""
         if note["host"] != platform.node():
-            raise LaunchError(f"the run was started on {note['host']}: ask there")
-        return not _alive(note)
+            raise LaunchError(f"the run was started on {note['host']}: {request} there")
+        try:
+            return psutil.Process(note["process"]).create_time() != note["began"]
+        except psutil.Error:
+            return True
 
     def cancel(self, note: Mapping[str, Any]) -> str:
-        if note["host"] != platform.node():
-            raise LaunchError(f"the run was started on {note['host']}: cancel it there")
-        if not _alive(note):
+        if self.is_over(note, "cancel it"):
             raise LaunchError("the run has ended already")
         os.kill(note["process"], signal.SIGTERM)
         return f"signalled process {note['process']} to save and stop"
@@ -54,11 +67,3 @@ class OwnProcess:
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
         """Return rank 0's log; what was on the terminal is not kept."""
         return logs / "rank-0.log"
-
-
-def _alive(note: Mapping[str, Any]) -> bool:
-    """Return whether the process still runs, and its id was not reused."""
-    try:
-        return psutil.Process(note["process"]).create_time() == note["began"]
-    except psutil.Error:
-        return False

@@ -7,15 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 from lockstep.base import hash_seed, lifetime
-from lockstep.base.contracts import Plan, Request
+from lockstep.base.contracts import Plan
 from lockstep.base.errors import Interrupted
 from lockstep.launch.elastic.failure import Failure
 from lockstep.launch.elastic.leader import resume_hint, rotate_logs
-from lockstep.launch.elastic.node import worker_plan
 from lockstep.launch.elastic.output_pipe import OutputPipe
 from lockstep.launch.elastic.worker_processes import MachinePlace, WorkerGroupStart, WorkerProcesses
 from lockstep.launch.elastic.worker_round import Round, SignalReceived, signals_raised, stopped_limit
-from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._own_process import OwnProcess
 from lockstep.protocol import run_secret
 from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, serve_store
@@ -26,13 +24,6 @@ be redrawn through one."""
 
 
 class Spawn(OwnProcess):
-    def __init__(self, config: LaunchSection, *, threads: int, shards: int) -> None:
-        self.config, self.threads, self.shards = config, threads, shards
-
-    def plan(self, request: Request) -> Plan:
-        """Plan the worker command and the number of workers; raises LaunchError for more than GPUs."""
-        return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
-
     def run(self, plan: Plan, logs: Path) -> int:
         """Run the plan to its end -> the exit code: 0, or that of the first process that failed.
 
@@ -60,7 +51,12 @@ class Spawn(OwnProcess):
             processes=plan.processes,
             logs=logs,
             grace_seconds=self.config.grace_seconds,
-            environment={**plan.environment, **_variables(logs), **(PIPED if 1 in (pipes or {}) else {})},
+            environment={
+                **plan.environment,
+                hash_seed.VARIABLE: hash_seed.chosen(),
+                run_secret.VARIABLE: str(logs.absolute()),
+                **(PIPED if 1 in (pipes or {}) else {}),
+            },
             own_sessions=threading.current_thread() is threading.main_thread(),  # another handles no signals
             pipes=pipes or {},
         )
@@ -76,14 +72,6 @@ class Spawn(OwnProcess):
             raise Interrupted(f"ended by {error.number.name}") from None
 
 
-def _variables(logs: Path) -> dict[str, str]:
-    """Return the variables that a command sets for itself, and so for its workers."""
-    return {
-        hash_seed.VARIABLE: hash_seed.chosen(),
-        run_secret.VARIABLE: str(logs.absolute()),
-    }
-
-
 def _with_import_path(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a worker that imports from where this process does: a script may have changed sys.path."""
     module = argv.index("-m")
@@ -92,6 +80,4 @@ def _with_import_path(argv: tuple[str, ...]) -> tuple[str, ...]:
     return (*argv[:module], "-c", code, *argv[module + 2 :])
 
 
-def build(config: LaunchSection, *, threads: int, shards: int) -> Spawn:
-    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
-    return Spawn(config, threads=threads, shards=shards)
+build = Spawn

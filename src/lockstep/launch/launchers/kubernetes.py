@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
-from lockstep.launch.launchers._kubernetes_config import KubernetesSection
+from lockstep.launch.launchers._kubernetes_config import Config as Config
 from lockstep.launch.launchers._kubernetes_manifest import MARGIN_SECONDS, job_name, manifest, relocate
 
 RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
@@ -22,10 +22,11 @@ RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer
 REQUEST_SECONDS = 30
 NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]*$"
 REMEDIES = {
-    "doesn't have a resource type": "install JobSet or Kubeflow Trainer in the cluster, or set launch.resource to the "
-    "one that is there (docs/kubernetes.md)",
-    "no matches for kind": "install JobSet or Kubeflow Trainer in the cluster, or set launch.resource to the one that "
-    "is there (docs/kubernetes.md)",
+    **dict.fromkeys(
+        ("doesn't have a resource type", "no matches for kind"),
+        "install JobSet or Kubeflow Trainer in the cluster, or set launch.resource to the one that is there "
+        "(docs/kubernetes.md)",
+    ),
     "unknown field": "the cluster's JobSet, Kubeflow Trainer or Kubernetes is older than docs/kubernetes.md requires",
     "orbidden": "ask for permission in that namespace, or set launch.namespace to another",
     "does not exist": "`kubectl config get-contexts` lists what launch.context can be",
@@ -33,10 +34,6 @@ REMEDIES = {
 }
 """Text in kubectl's error -> what to do about it."""
 UNREACHABLE = "check whether `kubectl cluster-info` answers; KUBECONFIG or launch.context names the cluster"
-
-
-class Config(KubernetesSection):
-    """Pods of a Kubernetes cluster, submitted with kubectl as a JobSet or as a Kubeflow TrainJob."""
 
 
 class Note(BaseModel):
@@ -52,6 +49,8 @@ class Note(BaseModel):
 
 
 class Kubernetes:
+    """Submits runs to a cluster: processes with `threads` threads each, and no more than `shards` of them."""
+
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
         self.name, self.folder = config.name, ""
@@ -65,7 +64,12 @@ class Kubernetes:
             raise LaunchError(
                 f"launch.processes={processes} but launch.gpus={section.gpus}: set launch.processes={section.gpus}"
             )
-        _check_resume(request.arguments)
+        resume = dict(zip(request.arguments, request.arguments[1:], strict=False)).get("--resume", "auto")
+        if resume != "auto":
+            raise LaunchError(
+                f"--resume {resume}: every restarted pod would do so again, so launch.kind=kubernetes takes only auto. "
+                "For a fresh start choose a new run.name"
+            )
         self.name = name = section.name or job_name(request.folder.name)
         recipe = relocate(request.text, Path.cwd(), section, name=name, processes=processes)
         self.folder = f"{recipe['run']['dir']}/{request.folder.name}"
@@ -85,7 +89,7 @@ class Kubernetes:
                     "another run.name"
                 )
             _call(note, "delete", RESOURCES[note["resource"]], note["name"], "--cascade=foreground")
-        _run_kubectl(plan.argv)
+        _run(plan.argv)
         pods = f"jobset.sigs.k8s.io/jobset-name={note['name']},batch.kubernetes.io/job-completion-index=0"
         run = logs.parent
         sys.stdout.write(
@@ -160,16 +164,6 @@ def _ago(age: timedelta) -> str:
     return f"{minutes // 60} h {minutes % 60} min ago" if minutes >= 60 else f"{minutes} min ago"
 
 
-def _check_resume(arguments: tuple[str, ...]) -> None:
-    """Refuse --resume never|PATH: the cluster restarts pods with the same arguments, which would undo progress."""
-    resume = dict(zip(arguments, arguments[1:], strict=False)).get("--resume", "auto")
-    if resume != "auto":
-        raise LaunchError(
-            f"--resume {resume}: every restarted pod would do so again, so launch.kind=kubernetes takes only auto. "
-            "For a fresh start choose a new run.name"
-        )
-
-
 def _describe(note: Mapping[str, Any]) -> str:
     namespace = f" in namespace {note['namespace']}" if note.get("namespace") else ""
     return f"{note['resource']} {note['name']}{namespace}"
@@ -186,16 +180,15 @@ def _kubectl(note: Mapping[str, Any], *arguments: str) -> tuple[str, ...]:
 
 def _get(note: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the job, None if the cluster has none. Raises LaunchError."""
-    resource = RESOURCES[note["resource"]]
-    text = _call(note, "get", resource, note["name"], "--ignore-not-found", "--output=json")
+    text = _call(note, "get", RESOURCES[note["resource"]], note["name"], "--ignore-not-found", "--output=json")
     return json.loads(text) if text.strip() else None
 
 
 def _call(note: Mapping[str, Any], *arguments: str) -> str:
-    return _run_kubectl(_kubectl(note, *arguments))
+    return _run(_kubectl(note, *arguments))
 
 
-def _run_kubectl(argv: tuple[str, ...]) -> str:
+def _run(argv: tuple[str, ...]) -> str:
     """Run kubectl -> its output. Raises LaunchError with its error and a remedy."""
     is_waiting = "delete" in argv and "--wait=false" not in argv
     timeout = () if is_waiting else (f"--request-timeout={REQUEST_SECONDS}s",)
@@ -215,6 +208,4 @@ def _run_kubectl(argv: tuple[str, ...]) -> str:
     return done.stdout
 
 
-def build(config: Config, *, threads: int, shards: int) -> Kubernetes:
-    """Build the launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
-    return Kubernetes(config, threads=threads, shards=shards)
+build = Kubernetes

@@ -164,7 +164,7 @@ class Slurm:
         no_kill = ["--no-kill"] if is_elastic and not joins else []
         return render(
             "launch/launchers/slurm_join.sh.j2" if joins else "launch/launchers/slurm.sh.j2",
-            **config.model_dump(include=TEMPLATE_SETTINGS),
+            **config.model_dump(include=TEMPLATED),
             header=[JOIN_HEADER if joins else f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
             recovers_live=config.recovers_live,
             job_name=folder.name,
@@ -183,7 +183,7 @@ class Slurm:
         )
 
 
-TEMPLATE_SETTINGS = {
+TEMPLATED = {
     "gpus",
     "memory",
     "time",
@@ -238,9 +238,8 @@ def run_command(*command: str, environment: Mapping[str, str] | None = None) -> 
 def _short_time(config: Config) -> Iterator[str]:
     days, _, clock = (config.time or "0").rpartition("-")
     parts = [*map(int, clock.split(":"))]
-    if not days and len(parts) < 3:  # minutes and perhaps seconds; after days hours come first
-        parts = [0, *parts]
-    hours, minutes, seconds = [*parts, 0, 0][:3]
+    # after days hours come first; else minutes do, unless there are three
+    hours, minutes, seconds = [*(parts if days or len(parts) == 3 else [0, *parts]), 0, 0][:3]
     limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if 0 < limit <= config.warning_seconds:
         yield (
