@@ -68,7 +68,10 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
 
     def write_more(folder: Path) -> None:
         """Write the tokenizer's files, the user's own code and the processor."""
-        _save_tokenizer(data.tokenizer, folder, longest=getattr(model, "longest", None) or facts.context)
+        if isinstance(data.tokenizer, TextTokenizer):
+            data.tokenizer.save(folder, longest=getattr(model, "longest", None) or facts.context)
+        elif data.tokenizer is not None:
+            data.tokenizer.save(folder)
         if recipe.model.code is not None:
             trust.copy_with_imports(recipe.model.code, folder)
         if data.processor is not None:
@@ -172,28 +175,15 @@ def resolve(path: Path) -> Path:
     return run_of(path)[1]
 
 
-def text_column(path: Path) -> str:
-    """Return the column of texts in the tables that a model was trained with, or "text". Raises UserError."""
-    folder = resolve(path)
+def trained_on(folder: Path) -> tuple[str, str, str | None]:
+    """Return what the model in a folder of `resolve` was trained with: the kind of the samples, the column of texts in
+    tables, or "text", and the column of messages, of a model of chats. Raises UserError."""
     if export_reader.is_export(folder):
-        return str(export_facts.read(folder).recipe.get("data", {}).get("text_column") or "text")
-    return run_of(folder)[0].data.table_columns[0] or "text"
-
-
-def messages_column(path: Path) -> str | None:
-    """Return the column of messages, of a model of chats. Raises UserError."""
-    folder = resolve(path)
-    if export_reader.is_export(folder):
-        return export_facts.read(folder).recipe.get("data", {}).get("messages_column")
-    return getattr(run_of(folder)[0].data, "messages_column", None)
-
-
-def modality_of(path: Path) -> str:
-    """Return the kind of the samples that a model takes. Raises UserError."""
-    folder = resolve(path)
-    if export_reader.is_export(folder):
-        return export_facts.read(folder).modality
-    return str(run_of(folder)[0].data.modality)
+        facts = export_facts.read(folder)
+        stored = facts.recipe.get("data", {})
+        return facts.modality, str(stored.get("text_column") or "text"), stored.get("messages_column")
+    data = run_of(folder)[0].data
+    return str(data.modality), data.table_columns[0] or "text", getattr(data, "messages_column", None)
 
 
 def loader(
@@ -208,14 +198,6 @@ def loader(
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"device {device} cannot be used ({reason}); there is auto, cpu, and cuda on a GPU") from None
     return partial(open_predictor, path, device=opened, dtype=dtype, base=base)
-
-
-def _save_tokenizer(tokenizer: Tokenizer | None, folder: Path, *, longest: int | None) -> None:
-    """Save a tokenizer; `longest` is the maximum number of tokens of a text, for language models."""
-    if isinstance(tokenizer, TextTokenizer):
-        tokenizer.save(folder, longest=longest)
-    elif tokenizer is not None:
-        tokenizer.save(folder)
 
 
 def _end_tokens(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Sequence[int]:

@@ -9,8 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from lockstep.base.errors import DataError
-from lockstep.inference.predict.input_rows import CHUNK_ROWS, open_input
-from lockstep.inference.predict.input_scan import scan_input
+from lockstep.inference.predict.input_rows import CHUNK_ROWS, open_input, scan_input
 
 TABLES = {
     "empty.csv": ("text\n", "holds no row"),

@@ -1,5 +1,9 @@
-"""The rows of an input, a chunk at a time: a table, a file of texts, or a folder of images or sounds."""
+"""The rows of an input, a chunk at a time: a table, a file of texts, or a folder of images or sounds.
 
+A first pass over all of it, before anything is predicted, finds its columns, and rows without a text.
+"""
+
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import compute
 
 from lockstep.base import storage
 from lockstep.base.contracts import samples_of
@@ -29,6 +34,7 @@ ROW = "\x1frow"
 """Column with a whole row of JSON, where the output keeps it as it is: besides it only the texts are a column."""
 CHAT = "\x1fchat"
 """Column of the chats that are answered, as JSON; the output has the input's own."""
+TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 Reader = Callable[[Path, str], Iterable[pa.Table]]
 
 
@@ -82,19 +88,19 @@ def open_input(
         )
     if READERS[form] is not _read_json:
         return PredictionInput(path=path, column=text_column, reader=READERS[form])
-    chats = next(iter(_chat_columns(path, messages_column)), None) if messages_column else None
-    names, keeps = set[str](), out is not None and out.suffix.lower() == ".jsonl"
-    reader = partial(_read_rows, names=names, chats=chats) if keeps else partial(_read_json, chats=chats)
+    chats, names = _chat_column(path, messages_column) if messages_column else None, set[str]()
+    keeps = out is not None and out.suffix.lower() == ".jsonl"
+    reader = partial(_read_json, chats=chats, names=names if keeps else None)
     column = CHAT if chats else text_column
     return PredictionInput(path=path, column=column, reader=reader, has_chats=chats is not None, names=names)
 
 
-def _chat_columns(path: Path, messages_column: str) -> Sequence[str]:
+def _chat_column(path: Path, messages_column: str) -> str | None:
     """Return the column of messages in the first row of JSON, if there is one. Raises DataError."""
     with tables.read_errors(path):
         first = next((row for _, row in tables.json_rows(path, lambda *_: None)), {})
     found = columns_of([*first], messages_column)
-    return found if len(found) == 1 else ()
+    return found[0] if len(found) == 1 else None
 
 
 def _rechunk(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -149,19 +155,18 @@ def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch])
 
 
-def _read_json(path: Path, column: str, *, chats: str | None = None) -> Iterator[pa.Table]:
-    """Yield columns of JSON: a row that lacks a name has null there."""
-    rows = _json_rows(path, column, chats=chats)
-    while chunk := [row for row, _ in islice(rows, CHUNK_ROWS)]:
-        yield _table(chunk)
-
-
-def _read_rows(path: Path, column: str, *, names: set[str], chats: str | None = None) -> Iterator[pa.Table]:
-    """Yield the texts of JSON, each beside its whole row; adds to `names`."""
+def _read_json(
+    path: Path, column: str, *, chats: str | None = None, names: set[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yield columns of JSON: a row that lacks a name has null there; or, with `names`, to which those of the rows are
+    added, the texts alone, each beside its whole row."""
     rows = _json_rows(path, column, chats=chats)
     while chunk := list(islice(rows, CHUNK_ROWS)):
-        names.update(name for row, _ in chunk for name in row if name != CHAT)
-        yield _table([{column: row[column], ROW: text} for row, text in chunk])
+        if names is None:
+            yield _table([row for row, _ in chunk])
+        else:
+            names.update(name for row, _ in chunk for name in row if name != CHAT)
+            yield _table([{column: row[column], ROW: text} for row, text in chunk])
 
 
 def _json_rows(path: Path, column: str, *, chats: str | None) -> Iterator[tuple[dict[str, Any], str]]:
@@ -232,3 +237,102 @@ READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
     ".txt": _read_lines,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive rows, as they were during the scan."""
+
+    number: int
+    rows: int
+    digest: str
+    """Digest of the rows, 16 hex digits."""
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file of its predictions."""
+        return f"{self.number:08}-{self.digest}.parquet"
+
+    @property
+    def first_row(self) -> int:
+        """Number of its first row in the input, from 1."""
+        return self.number * CHUNK_ROWS + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputScan:
+    input: PredictionInput
+    schema: pa.Schema
+    """Schema common to all chunks."""
+    chunks: Sequence[Chunk]
+
+    @property
+    def rows(self) -> int:
+        return sum(chunk.rows for chunk in self.chunks)
+
+    def read_again(self) -> Iterator[tuple[Chunk, pa.Table]]:
+        """Yield each chunk with its rows in the common schema. Raises DataError if the input changed since the scan."""
+        change = DataError(f"{self.input.path} was changed while it was read: give the same command again")
+        expected = iter(self.chunks)
+        for number, table in enumerate(self.input.chunks()):
+            chunk = _chunk(self.input, number, table)
+            if chunk != next(expected, None):
+                raise change
+            yield chunk, concatenated([self.schema.empty_table(), table])
+        if next(expected, None) is not None:
+            raise change
+
+
+def scan_input(source: PredictionInput) -> InputScan:
+    """Read the input. Raises DataError for an unreadable input, a row without a text, columns without a common type."""
+    schemas: list[pa.Schema] = []
+    chunks: list[Chunk] = []
+    for number, table in enumerate(source.chunks()):
+        _check_texts(table, number * CHUNK_ROWS, source)
+        schema = table.schema.remove_metadata()
+        if schema not in schemas:
+            schemas.append(schema)
+        chunks.append(_chunk(source, number, table))
+    if not chunks:
+        raise DataError(f"{source.path} holds no row: there is nothing to predict")
+    try:
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(f"{source.path}: {error}: make the values of that column all of one kind") from error
+    return InputScan(input=source, schema=schema, chunks=chunks)
+
+
+def _chunk(source: PredictionInput, number: int, table: pa.Table) -> Chunk:
+    digest = hashlib.sha256(serialize(table.replace_schema_metadata()))
+    if source.modality != "text":  # files are read only once: size and time stand for them
+        for file in table.column(source.column).to_pylist():
+            try:
+                status = (source.path / file).stat()
+            except OSError as error:
+                raise DataError(
+                    f"{source.path / file} cannot be read ({error.strerror}): replace or remove it"
+                ) from None
+            digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+    return Chunk(number=number, rows=table.num_rows, digest=digest.hexdigest()[:16])
+
+
+def is_words(kind: pa.DataType) -> bool:
+    """Return whether a column holds lists of texts, which are words."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and any(is_text(kind.value_type) for is_text in TEXT_TYPES)
+
+
+def _check_texts(table: pa.Table, rows_before: int, source: PredictionInput) -> None:
+    values = table.column(source.column)
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if is_words(kind):
+        values = compute.binary_join(values.cast(pa.list_(pa.string())), " ")
+    elif not any(is_text(kind) for is_text in TEXT_TYPES):
+        raise DataError(
+            f"column {source.column!r} of {source.path} holds {kind}, not texts: name another one with --text-column"
+        )
+    has_text = compute.greater(compute.utf8_length(compute.utf8_trim_whitespace(values.cast(pa.string()))), 0)
+    first_empty = compute.index(compute.fill_null(has_text, False), False).as_py()  # noqa: FBT003 (a value)
+    if first_empty >= 0:
+        row = rows_before + first_empty + 1
+        raise DataError(f"row {row} of {source.path} has no text: fill it in or remove the row")

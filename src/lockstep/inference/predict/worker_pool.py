@@ -13,19 +13,10 @@ from typing import Any
 import torch
 
 from lockstep.base import ctrl_c
-from lockstep.base.errors import LaunchError, ModelError, PeerLost
+from lockstep.base.errors import LaunchError, LockstepError, ModelError, PeerLost
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.predict.chunk_worker import (
-    ChunkDone,
-    ChunkRequest,
-    ChunkTask,
-    Message,
-    PromptsCut,
-    WorkerError,
-    explanation,
-    open_table,
-    run_worker,
-)
+from lockstep.inference.predict.chunk_worker import ChunkTask, Message, explanation, open_model, run_worker
+from lockstep.inference.predict.input_rows import Chunk
 
 PRELOADED = ["lockstep.base.orphaned_start", "lockstep.inference.predict.chunk_worker"]
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
@@ -34,38 +25,37 @@ MAX_DEATHS = 3
 """Number of processes that die over one chunk, or before their first, and end the command."""
 EXIT_SECONDS = 5.0
 """Time for a process to exit when all chunks are done."""
+Request = tuple[Chunk, bytes]
+"""A chunk, and its rows as a serialized table."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Worker:
     process: Any
     pipe: Connection
     is_open: bool = False
     """Whether it has loaded the model."""
-    request: ChunkRequest | None = None
+    request: Request | None = None
     rows: int = 0
     """Number of rows predicted of its current chunk."""
 
 
-@dataclass(kw_only=True)
 class WorkerPool:
-    """A pool of at most `size` processes."""
+    """A pool of at most `size` processes; `report` is called with messages for the user."""
 
-    task: ChunkTask
-    size: int
-    report: Callable[[str], None]
-    """Called with messages for the user."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, task: ChunkTask, size: int, report: Callable[[str], None]) -> None:
+        self.task, self.size, self.report = task, size, report
+        self.report_rows: Callable[[int], object] = lambda _: None
+        """Called with numbers of predicted rows, negative for those lost with a worker."""
         self.workers: list[Worker] = []
         self.facts: ExportFacts | None = None
-        self.orphaned: deque[ChunkRequest] = deque()
+        self.orphaned: deque[Request] = deque()
         """Chunks of workers that died."""
         self.deaths: Counter[str] = Counter()
-        self.cut_prompts = 0
-        can_fork = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
+        self.missing = self.cut_prompts = 0
+        can_fork = "forkserver" in multiprocessing.get_all_start_methods() and task.device.type == "cpu"
         self.context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
-        self.context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_TEXTS if self.task.files is None else [])])
+        self.context.set_forkserver_preload([*PRELOADED, *([] if task.has_files else PRELOADED_FOR_TEXTS)])
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -96,74 +86,70 @@ class WorkerPool:
             raise LaunchError(f"cannot start a process that predicts: {error.strerror}") from None
         finally:
             theirs.close()
-        self.workers.append(Worker(process=process, pipe=ours))
+        self.workers.append(Worker(process, ours))
 
     def model_facts(self) -> ExportFacts:
         """Wait until the first worker has loaded the model -> its facts."""
         while self.facts is None:
-            for _ in self._receive():
-                pass
+            self._receive()
         return self.facts
 
-    def predict(self, requests: Iterator[ChunkRequest], count: int, report_rows: Callable[[int], object]) -> None:
-        """Predict `count` chunks; reports numbers of predicted rows, negative for those lost with a worker."""
+    def predict(self, requests: Iterator[Request], count: int) -> None:
+        """Predict `count` chunks."""
         for _ in range(len(self.workers), min(self.size, count)):
             self.start_worker()
-        done = 0
-        while done < count:
+        self.missing = count
+        while self.missing:
             for worker in self.workers:
                 if worker.is_open and worker.request is None:
-                    self._send_next(worker, requests)
-            for message in self._receive():
-                if isinstance(message, int):
-                    report_rows(message)
-                done += isinstance(message, ChunkDone)
+                    worker.request = self.orphaned.popleft() if self.orphaned else next(requests, None)
+                    worker.rows = 0
+                    with suppress(ConnectionError):  # it has died, which _receive notices
+                        if worker.request is not None:
+                            worker.pipe.send(worker.request)
+            self._receive()
 
-    def _send_next(self, worker: Worker, requests: Iterator[ChunkRequest]) -> None:
-        request = self.orphaned.popleft() if self.orphaned else next(requests, None)
-        if request is not None:
-            worker.request, worker.rows = request, 0
-            with suppress(ConnectionError):  # it has died, which _receive notices
-                worker.pipe.send(request)
-
-    def _receive(self) -> Iterator[Message]:
-        """Wait for at least one message, or the end of a worker."""
+    def _receive(self) -> None:
+        """Wait for at least one message, or the end of a worker. Raises the error of a worker."""
         by_pipe = {worker.pipe: worker for worker in self.workers}
         for pipe in wait(list(by_pipe)):
             worker = by_pipe[pipe]  # type: ignore[index]
             try:
                 message: Message = worker.pipe.recv()
             except (EOFError, OSError):
-                yield from self._replace(worker)
+                self._replace(worker)
+                continue
+            if isinstance(message, ExportFacts):
+                if self.facts not in (None, message):
+                    raise ModelError("the model was changed while it was opened: give the same command again")
+                self.facts, worker.is_open = message, True
+            elif message is None:
+                self.missing, worker.request = self.missing - 1, None
             else:
-                self._handle(worker, message)
-                yield message
+                worker.rows += self._count(message)
 
-    def _handle(self, worker: Worker, message: Message) -> None:
-        if isinstance(message, WorkerError):
-            raise message.kind(message.message)
-        if isinstance(message, ExportFacts):
-            if self.facts not in (None, message):
-                raise ModelError("the model was changed while it was opened: give the same command again")
-            self.facts, worker.is_open = message, True
-        elif isinstance(message, PromptsCut):
-            self.cut_prompts += message.count
-        elif isinstance(message, ChunkDone):
-            worker.request = None
-        else:
-            worker.rows += message
+    def _count(self, message: Message) -> int:
+        """Return the number of rows that were predicted. Raises the error that a worker has sent."""
+        if isinstance(message, LockstepError):
+            raise message
+        if not isinstance(message, tuple):
+            return 0
+        rows, cut = message
+        self.cut_prompts += cut
+        self.report_rows(rows)
+        return rows
 
-    def _replace(self, worker: Worker) -> Iterator[int]:
+    def _replace(self, worker: Worker) -> None:
         """Start another worker for one that died, and requeue its chunk. Raises PeerLost after MAX_DEATHS."""
         worker.process.join()
         worker.pipe.close()
         self.workers.remove(worker)
         code, request = worker.process.exitcode, worker.request
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        key = request.file_name if request else ""
+        key = request[0].file_name if request else ""
         self.deaths[key] += 1
         if self.deaths[key] == MAX_DEATHS:
-            where = f"in the rows from {request.first_row} on" if request else "before it had any"
+            where = f"in the rows from {request[0].first_row} on" if request else "before it had any"
             raise PeerLost(
                 f"a process {end} {where}, the {MAX_DEATHS}rd in that place: if it ran out of memory, give fewer "
                 "--processes or a smaller --batch"
@@ -171,11 +157,10 @@ class WorkerPool:
         self.report(f"a process {end}: another one takes its place")
         if request:
             self.orphaned.append(request)
-            yield -worker.rows
+            self.report_rows(-worker.rows)
         self.start_worker()
 
 
-@dataclass(kw_only=True)
 class CommandProcess(WorkerPool):
     """A pool without workers, for a single chunk: it is predicted in this process sooner than another one starts."""
 
@@ -184,24 +169,17 @@ class CommandProcess(WorkerPool):
 
     def model_facts(self) -> ExportFacts:
         """Open the model -> its facts. Raises UserError, SampleError."""
-        with self._convert_errors():
-            self.table = open_table(self.task, self._receive_own)
-        return self.table.model.facts
+        with self._explained():
+            self.opened = open_model(self.task, self._count)
+        return self.opened.model.facts
 
-    def predict(self, requests: Iterator[ChunkRequest], count: int, report_rows: Callable[[int], object]) -> None:
-        self.report_rows = report_rows
+    def predict(self, requests: Iterator[Request], count: int) -> None:
         for request in requests:
-            with self._convert_errors():
-                self.table.predict(request)
-
-    def _receive_own(self, message: Message) -> None:
-        if isinstance(message, int):
-            self.report_rows(message)
-        elif isinstance(message, PromptsCut):
-            self.cut_prompts += message.count
+            with self._explained():
+                self.opened.predict(*request)
 
     @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
