@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.base.steering_requests import Save as Save
     from lockstep.base.steering_requests import ScaleLearningRate as ScaleLearningRate
     from lockstep.base.steering_requests import Stop as Stop
-    from lockstep.inference.evaluate.evaluation_result import EvaluationResult as EvaluationResult
+    from lockstep.inference.evaluate.evaluate_model import EvaluationResult as EvaluationResult
     from lockstep.inference.generation.generated import Generated as Generated
     from lockstep.inference.loaded_model import LoadedModel as LoadedModel
     from lockstep.inference.loaded_model import load as load

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from running import lockstep
 
 from lockstep.base.errors import HubError
-from lockstep.inference.export import export_facts, hub_upload
+from lockstep.inference.export import export_facts, uploads
 
 TOKENS = {"hf_ada": ("ada", "write"), "hf_reader": ("ada", "read"), "hf_bob": ("bob", "write")}
 CONFIG = {
@@ -172,14 +172,14 @@ def test_what_keeps_a_push_from_the_hub(monkeypatch, tmp_path):
 
     def refusal():
         with pytest.raises(HubError) as raised:
-            hub_upload.prepared("ada/digits", is_space=False, is_private=False)
+            uploads.to_hub("ada/digits", is_space=False, is_private=False)
         return str(raised.value)
 
     assert refusal() == "a push needs a token that may write: log in with `hf auth login`, or set HF_TOKEN"
     monkeypatch.setenv("HF_TOKEN", "hf_ada")
     with hub_of(TOKENS) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        hub_upload.prepared("ada/digits", is_space=False, is_private=False)
+        uploads.to_hub("ada/digits", is_space=False, is_private=False)
     assert refusal() == f"{hub.url} does not answer: check the network, and HF_ENDPOINT if it is set"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == "nothing can be pushed in offline mode: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"

@@ -19,7 +19,7 @@ from lockstep.base.remote_path import RemotePath, is_url, parsed
 from lockstep.checkpoint.layout import MANIFEST
 from lockstep.cli._app import app
 from lockstep.core.host import remote_storage
-from lockstep.inference.export import remote_upload
+from lockstep.inference.export import uploads
 from lockstep.recipe import recipe as recipes
 
 PIXELS = np.zeros((8, 8), np.uint8)
@@ -296,7 +296,7 @@ def test_a_killed_upload_leaves_no_export_and_is_repeated(store, run, tmp_path):
 def test_an_export_replaces_an_export_and_nothing_else(store, run, tmp_path):
     store.put("mine/notes.txt", b"keep me")
     with pytest.raises(ModelError, match=r"holds other files, such as 'notes.txt'"):
-        remote_upload.prepared(at("mine"), is_space=False)
+        uploads.to_store(at("mine"), is_space=False)
     api.export(run, "export.kind=state_dict", to=str(at("models/one")))
     store.put("models/one/notes.txt", b"keep me")
     api.export(run, to=str(at("models/one")))

@@ -12,10 +12,10 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.remote_path import RemotePath, parsed
 from lockstep.checkpoint import layout
 from lockstep.inference import trained_model
-from lockstep.inference.evaluate import evaluate_model, evaluation_result
-from lockstep.inference.evaluate.evaluation_result import EvaluationResult
-from lockstep.inference.export import hub_upload, remote_upload
+from lockstep.inference.evaluate import evaluate_model
+from lockstep.inference.evaluate.evaluate_model import EvaluationResult
 from lockstep.inference.export import space as space_files
+from lockstep.inference.export import uploads
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.loaded_model import LoadedModel, load
 from lockstep.inference.predictor import DTypeName
@@ -148,7 +148,7 @@ def evaluate(
         split=split, file=_path(file), worst=worst, calibrates=calibrate, to=_path(to), trusts=trust_code
     )
     _, folder = evaluate_model.measure(Path(target), overrides, options, launch=_launch_evaluation)
-    return evaluation_result.read(folder)
+    return evaluate_model.read(folder)
 
 
 def _launch_evaluation(recipe: Recipe, arguments: tuple[str, ...]) -> int:
@@ -179,9 +179,9 @@ def export(
     if isinstance(target, RemotePath):
         if push is not None:
             raise ConfigError("--push uploads to the hub, and --to names another store: give one of them")
-        upload, target = remote_upload.prepared(target, is_space=space), None
+        upload, target = uploads.to_store(target, is_space=space), None
     elif push is not None:
-        upload = hub_upload.prepared(push, is_space=space, is_private=private)
+        upload = uploads.to_hub(push, is_space=space, is_private=private)
     write = trained_model.export_space if space else trained_model.export
     facts, folder = write(Path(run), overrides, target)
     url = upload(folder, facts) if upload is not None else None

@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.data.in_memory import Texts
-from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard
+from lockstep.inference.evaluate import evaluation_page, evaluation_report
 from lockstep.inference.evaluate import figures as drawing
 from lockstep.models.objectives._choice import objective_of
 from lockstep.training.evaluation import Predictions
@@ -39,7 +39,7 @@ def test_names_and_texts_are_escaped():
 
 def test_texts_in_tensorboard_are_one_line_each_and_escaped(tmp_path):
     _, wrong = high_losses(Texts([f"two\nlines | {EVIL}"], np.array([0]), ["<b>", "b_c"]), [[0.0, 2.0]])
-    evaluation_tensorboard.write(wrong, tmp_path, step=3, data="a|b")
+    evaluation_page.write_tensorboard(wrong, tmp_path, step=3, data="a|b")
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()
     [event] = accumulator.Tensors("worst/text_summary")

@@ -1,11 +1,13 @@
 """Evaluates a run, a checkpoint or an export: resolves the arguments, starts processes, shows the results."""
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -13,8 +15,8 @@ from rich.console import Console
 from lockstep.base import remote_path, storage, trust
 from lockstep.base.errors import ConfigError, absence, nearest
 from lockstep.core.host.remote_storage import here
-from lockstep.inference.evaluate import evaluation_result, evaluation_table
-from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationRequest
+from lockstep.inference.evaluate import evaluation_table
+from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluateOptions, EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import check_file
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.launch import launch_run
@@ -33,18 +35,30 @@ Launch = Callable[[Recipe, tuple[str, ...]], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Options of `lockstep evaluate`."""
+class EvaluationResult:
+    folder: Path
+    """Folder of evaluation.json, evaluation.html and, for classes, confusion.svg."""
+    metrics: dict[str, float]
+    """Metrics by name: "loss" and those of the objective, such as "accuracy"."""
+    samples: int
+    step: int
+    """Step of the checkpoint."""
+    digest: str
+    """Digest of the weights."""
+    details: dict[str, Any]
+    """Contents of evaluation.json: also the metrics of each class, the calibration, the worst samples."""
 
-    split: str = "test"
-    file: Path | None = None
-    worst: int = 20
-    calibrates: bool = False
-    to: Path | None = None
-    base: str | None = None
-    """Current place of the model of an exported adapter, a folder or a name on the hub."""
-    trusts: bool = False
-    """Whether to execute the target's own code even if it is unknown."""
+    @property
+    def report(self) -> Path:
+        """The page for a browser."""
+        return self.folder / "evaluation.html"
+
+
+def read(folder: Path) -> EvaluationResult:
+    """Read the results that an evaluation has written into a folder."""
+    found = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    named = {name: found[name] for name in ("metrics", "samples", "step", "digest")}
+    return EvaluationResult(folder=folder, details=found, **named)
 
 
 def evaluate(target: Path, overrides: Sequence[str], options: EvaluateOptions, *, console: Console) -> int:
@@ -55,7 +69,7 @@ def evaluate(target: Path, overrides: Sequence[str], options: EvaluateOptions, *
 
     exit_code, folder = measure(target, overrides, options, launch=launch)
     if exit_code == 0:
-        evaluation_table.show(evaluation_result.read(folder).details, console)
+        evaluation_table.show(read(folder).details, console)
         console.print(f"written to {folder}: evaluation.html, evaluation.json", soft_wrap=True)
     return exit_code
 
@@ -72,42 +86,31 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
     target, file = here(target), None if options.file is None else here(options.file)
     if file is not None:
         check_file(file)
-    columns = {each.partition("=")[0]: each.partition("=")[2] for each in overrides if _is_column(each, options)}
-    settings = [each for each in overrides if not _is_column(each, options)]
+    pairs = {each: each.partition("=") for each in overrides}
+    columns = {key: value for key, _, value in pairs.values() if file is not None and key in (TEXT, LABEL)}
+    settings = [each for each, (key, _, _) in pairs.items() if key not in columns]
     is_export = export_reader.is_export(target)
+    if not is_export and not is_run(target):
+        raise ConfigError(
+            f"{target} is no run, no checkpoint and no export: "
+            f"{absence(target, f'there is neither recipe.yaml nor {export_facts.FILE} in it')} "
+            "(runs are folders such as runs/NAME)"
+        )
     with tempfile.TemporaryDirectory(prefix="lockstep-") if is_export else nullcontext("") as temporary:
-        recipe, folder = _of_export(target, settings, temporary) if is_export else _of_run(target, settings)
+        recipe, folder = _of_export(target, settings, temporary) if is_export else run_of(target, settings)
         code = export_reader.code_of(folder, export_facts.read(folder)) if is_export else []
         codes = [*code, *recipe_trust.executable_code(recipe)]
         allowed = trust.authorize(codes, trusts=options.trusts, folder=target)
         to = options.to or (folder if is_export else recipe.folder)
+        given = options.model_dump() | {"to": _create_folder(to.absolute()), "file": file and file.absolute()}
         request = EvaluationRequest(
+            **given,
             target=folder,
             is_export=is_export,
-            split=options.split,
-            file=None if file is None else file.absolute(),
             text_column=columns.get(TEXT) or recipe.data.table_columns[0],
             label_column=columns.get(LABEL) or recipe.data.table_columns[1],
-            worst=options.worst,
-            calibrates=options.calibrates,
-            base=options.base,
-            to=_create_folder(to.absolute()),
         )
         return _launch(recipe, request, allowed=allowed, launch=launch), request.to
-
-
-def _is_column(override: str, options: EvaluateOptions) -> bool:
-    return options.file is not None and override.partition("=")[0] in (TEXT, LABEL)
-
-
-def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    if not is_run(path):
-        raise ConfigError(
-            f"{path} is no run, no checkpoint and no export: "
-            f"{absence(path, f'there is neither recipe.yaml nor {export_facts.FILE} in it')} "
-            "(runs are folders such as runs/NAME)"
-        )
-    return run_of(path, overrides)
 
 
 def _of_export(folder: Path, overrides: Sequence[str], run_dir: str) -> tuple[Recipe, Path]:
@@ -131,23 +134,17 @@ def _create_folder(folder: Path) -> Path:
 
 
 def _launch(recipe: Recipe, request: EvaluationRequest, *, allowed: tuple[str, ...], launch: Launch) -> int:
-    """Run the evaluation on this machine, whatever launcher the recipe names -> exit code."""
-    file = recipe.folder / f"{NAME}.json"
-    arguments = ("--task", NAME, "--request", str(file), *allowed)
-    with _locked_request(file, request.model_dump_json(indent=1)):
-        return launch(recipe, arguments)
-
-
-def _locked_request(file: Path, text: str) -> AbstractContextManager[object]:
-    """Write the request, and lock its folder until the context is left: logs of two evaluations would mix. Raises
-    ConfigError."""
-    folder = file.parent
+    """Run the evaluation on this machine, whatever launcher the recipe names -> exit code. Raises ConfigError where
+    another one runs in its folder, as the logs would mix."""
+    folder = recipe.folder
+    file = folder / f"{NAME}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f".{NAME}.lock").acquire(timeout=0)
-        storage.write(file, text)
+        storage.write(file, request.model_dump_json(indent=1))
     except Timeout:
         raise ConfigError(f"{folder} is just being evaluated by another process: wait for its end") from None
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
-    return lock
+    with lock:
+        return launch(recipe, ("--task", NAME, "--request", str(file), *allowed))

@@ -1,8 +1,10 @@
-"""The HTML page of an evaluation: one file without external resources, for light and dark screens of any size."""
+"""Views of an evaluation: an HTML page, one file without external resources, for light and dark screens of any size;
+and the samples with the highest loss in TensorBoard, pictures under Images, and a table of all of them under Text."""
 
 import base64
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,13 @@ from markupsafe import Markup
 from PIL import Image
 
 from lockstep.base.errors import printable
-from lockstep.base.templates import render
+from lockstep.base.escaping_console import escape_name
+from lockstep.base.templates import as_markdown, render
 from lockstep.inference.evaluate import evaluation_table, figures
 from lockstep.inference.evaluate.evaluation_report import HighLossSample
+from lockstep.observe import event_files
+
+COLUMNS = ("sample", "label", "predicted", "confidence", "loss", "from", "text")
 
 
 def html(results: Mapping[str, Any], worst: Sequence[HighLossSample], *, matrix: str) -> str:
@@ -46,3 +52,37 @@ def data_uri(columns: Mapping[str, Any]) -> str:
     file = BytesIO()
     Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def write_tensorboard(samples: Sequence[HighLossSample], folder: Path, *, step: int, data: str) -> None:
+    """Write samples to a run's TensorBoard folder, in place of those of an earlier evaluation of the step.
+
+    Raises OSError.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.data_compat import migrate_value  # to the form that has a title
+    from torch.utils.tensorboard.summary import image
+
+    with event_files.replacing(folder, f"evaluation-{step}") as writer:
+        for number, sample in enumerate(samples, 1):
+            if has_picture(sample.columns):
+                [value] = image(f"worst/{number:02}", sample.columns["image"], dataformats="CHW").value
+                facts = f"{sample.label}, predicted {sample.predicted}, loss {sample.loss:.3g}"
+                value.metadata.display_name = f"worst/{number:02}: {escape_name(facts)}"
+                value.metadata.summary_description = as_markdown(sample.origin)
+                writer.file_writer.add_summary(Summary(value=[migrate_value(value)]), step)
+        if samples:
+            writer.add_text("worst", _markdown(samples, data), step)
+
+
+def _markdown(samples: Sequence[HighLossSample], data: str) -> str:
+    rows: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
+    for number, sample in enumerate(samples, 1):
+        confidence = "" if sample.confidence is None else f"{sample.confidence:.2f}"
+        given = (sample.label, sample.predicted, confidence, f"{sample.loss:.3g}", sample.origin, sample.text)
+        rows.append((f"{number:02}", *given))
+    return "\n".join([f"The samples with the highest loss in {as_markdown(data)}:", "", *map(_row, rows)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(as_markdown(cell) for cell in cells)} |"

@@ -1,4 +1,4 @@
-"""The request that the processes of an evaluation read from a file."""
+"""Options of an evaluation, and the request that its processes read from a file."""
 
 from pathlib import Path
 
@@ -7,24 +7,32 @@ from pydantic import BaseModel, ConfigDict
 SPLITS = ["test", "train"]
 
 
-class EvaluationRequest(BaseModel):
+class EvaluateOptions(BaseModel):
+    """Options of `lockstep evaluate`."""
+
     model_config = ConfigDict(frozen=True)
 
+    split: str = "test"
+    file: Path | None = None
+    """A table, or a folder of images, instead of the split."""
+    worst: int = 20
+    """Number of samples with the highest loss to show."""
+    calibrates: bool = False
+    to: Path | None = None
+    """Output folder; by default that of the run or the export."""
+    base: str | None = None
+    """Current place of the model of an exported adapter, a folder or a name on the hub."""
+    trusts: bool = False
+    """Whether to execute the target's own code even if it is unknown."""
+
+
+class EvaluationRequest(EvaluateOptions):
     target: Path
     """A checkpoint, or an export's folder."""
     is_export: bool
-    split: str
-    file: Path | None
-    """A table, or a folder of images, instead of the split."""
     text_column: str
     label_column: str
-    worst: int
-    """Number of samples with the highest loss to show."""
-    calibrates: bool
-    base: str | None = None
-    """See EvaluateOptions."""
     to: Path
-    """Output folder."""
 
     @property
     def data(self) -> str:

@@ -13,6 +13,7 @@ from lockstep.base import storage
 from lockstep.base.config import PluginSection
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, ModelError
+from lockstep.base.json_values import with_texts
 from lockstep.data.data_config import Origin
 from lockstep.models.objectives._choice import AUTO, objective_of
 from lockstep.models.objectives._objective import Objective
@@ -194,25 +195,20 @@ def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any
     for key in ("file", "name"):  # a user's own code, and a pretrained model's files, are copied beside it
         if Path(model.get(key, "")).is_absolute():
             model[key] = Path(model[key]).name
-    public = {name: _without_home(section) for name, section in recipe.items() if name not in PRIVATE_SECTIONS}
+    public = with_texts({name: each for name, each in recipe.items() if name not in PRIVATE_SECTIONS}, _without_home)
     public.get("run", {}).pop("dir", None)
     return ExportFacts(
-        model=_without_home(model),
+        model=with_texts(model, _without_home),
         **{name: value for name, value in asdict(spec).items() if name in SPEC},
         recipe=public,
         **more,
     )
 
 
-def _without_home(value: Any) -> Any:
-    """Replace the home folder at the beginning of any nested string by ~."""
-    if isinstance(value, dict):
-        return {key: _without_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_home(each) for each in value]
-    if isinstance(value, str) and Path(value).is_relative_to(Path.home()):
-        return f"~/{Path(value).relative_to(Path.home()).as_posix()}"
-    return value
+def _without_home(text: str) -> str:
+    """Replace the home folder at the beginning of a path by ~."""
+    path, home = Path(text), Path.home()
+    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else text
 
 
 def keep_calibration(found: Calibration, folder: Path, *, digest: str) -> None:

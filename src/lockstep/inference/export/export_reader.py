@@ -30,15 +30,13 @@ def is_export(folder: Path) -> bool:
 def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     """List the code that reading an export executes: the user's file, and a torch.export program. Raises ModelError."""
     with _read_errors(folder):
-        program = plugins.find(FORMATS, facts.kind).PROGRAM
-        codes = [_program(export_facts.file_in(folder, program), folder)] if program else []
-        own = dict.fromkeys(name for name in (facts.model.get("file"), facts.prepare) if name)
-        files = [export_facts.file_in(folder, name) for name in own]
-        return [*codes, *(code for file in files for code in trust.code_with_imports(file))]
-
-
-def _program(file: Path, folder: Path) -> trust.Code:
-    return trust.Code(str(file), file.stat().st_size, storage.sha256(file), folder)
+        codes: list[trust.Code] = []
+        if program := plugins.find(FORMATS, facts.kind).PROGRAM:
+            file = export_facts.file_in(folder, program)
+            codes.append(trust.Code(str(file), file.stat().st_size, storage.sha256(file), folder))
+        for name in dict.fromkeys((facts.model.get("file"), facts.prepare)):
+            codes += trust.code_with_imports(export_facts.file_in(folder, name)) if name else []
+        return codes
 
 
 def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:

@@ -14,11 +14,10 @@ from safetensors import SafetensorError
 from lockstep.base import plugins, storage
 from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
-from lockstep.inference.export import export_facts, fresh_read, model_card
+from lockstep.inference.export import export_facts, model_card, round_trip
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
-from lockstep.inference.export.round_trip import compare, judge, same_weights
 from lockstep.models._adapter import base_digest, base_settings, merged
 from lockstep.recipe.export_config import FORMATS, DType, ExportSection, check, file_of
 
@@ -97,7 +96,6 @@ def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
     error the target is unchanged."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     _restore(target, old)  # an export may have been killed between the two renames below
-    _check_replaceable(target)
     facts = _previous_facts(target)
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -125,18 +123,16 @@ def _restore(target: Path, old: Path) -> None:
         old.rename(target)
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raise ModelError for a folder that must not be replaced."""
-    if target.exists() and any(target.iterdir()) and not (target / FILE).is_file():
+def _previous_facts(target: Path) -> ExportFacts | None:
+    """Return the facts of the export that is replaced. Raises ModelError for a folder that must not be, or where they
+    are unreadable, as then its files are unknown."""
+    is_export = (target / FILE).is_file()
+    if not is_export and target.exists() and any(target.iterdir()):
         raise ModelError(f"{target} holds other files and will not be replaced; name another folder with --to")
     if Path.cwd().is_relative_to(target):
         raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
-
-
-def _previous_facts(target: Path) -> ExportFacts | None:
-    """Return the facts of an existing export. Raises ModelError if unreadable, as then its files are unknown."""
     try:
-        return export_facts.read(target) if (target / FILE).is_file() else None
+        return export_facts.read(target) if is_export else None
     except ModelError as error:
         raise ModelError(
             f"{error}\n  Until then nothing tells what in {target} belongs to the export: name another folder with --to"
@@ -145,13 +141,10 @@ def _previous_facts(target: Path) -> ExportFacts | None:
 
 def _with_calibration(facts: ExportFacts, previous: ExportFacts | None) -> ExportFacts:
     """Keep the temperature that was fitted for the same export."""
-    if (
-        previous is None
-        or facts.calibration
-        or any(getattr(previous, name) != getattr(facts, name) for name in ("digest", "kind", "dtype"))
-    ):
+    same = ("digest", "kind", "dtype")
+    if facts.calibration or any(getattr(previous, name, None) != getattr(facts, name) for name in same):
         return facts
-    return facts.model_copy(update={"calibration": previous.calibration})
+    return facts.model_copy(update={"calibration": previous and previous.calibration})
 
 
 def _copy_foreign_files(target: Path, folder: Path, own: Collection[str]) -> None:
@@ -184,21 +177,21 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:
         again = _read_back(folder, facts)
-        agreement = compare(model, again, samples.all() if is_reduced else samples.first)
+        agreement = round_trip.compare(model, again, samples.all() if is_reduced else samples.first)
     except ModelError as error:
         hints = [DTYPE_HINT.format(dtype=facts.dtype)] if is_reduced else []
-        hints += [fresh_read.HINT] if "file" in facts.model and not is_reduced else []
+        hints += [round_trip.FRESH_HINT] if "file" in facts.model and not is_reduced else []
         raise ModelError("\n  ".join([str(error), *hints])) from error
     if not is_reduced:  # else the differences are only recorded and reported
-        judge(agreement)
+        round_trip.judge(agreement)
     if facts.dtype in _weights.TORCH_DTYPES and not (is_adapter and is_reduced):  # whose base stays in fp32
-        is_same = same_weights(written, again, is_reduced=is_reduced)
+        is_same = round_trip.same_weights(written, again, is_reduced=is_reduced)
         agreement = agreement.model_copy(update={"same_weights": is_same})
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     facts = facts.model_copy(update={"agreement": agreement, "files": (*files, FILE, model_card.FILE)})
     export_facts.write(facts, folder)
     if "file" in facts.model:
-        fresh_read.check(folder, again, samples.first[0])
+        round_trip.check_elsewhere(folder, again, samples.first[0])
     storage.write(folder / model_card.FILE, model_card.text(facts))
     return facts
 

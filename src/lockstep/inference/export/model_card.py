@@ -9,6 +9,7 @@ import yaml
 
 from lockstep.base import plugins
 from lockstep.base.contracts import samples_of
+from lockstep.base.json_values import with_texts
 from lockstep.base.templates import as_markdown, render
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_facts import ExportFacts
@@ -23,17 +24,17 @@ TASKS = {
     "tokens": "text-generation",
 }
 PIPELINES = {
-    ("transformer", "classification"): '"text-classification", "FOLDER_OF_THIS_FILE"',
-    ("transformer", "regression"): '"text-classification", "FOLDER_OF_THIS_FILE"',
-    ("transformer", "multilabel"): '"text-classification", "FOLDER_OF_THIS_FILE", top_k=None',
-    ("transformer", "token_classification"): '"token-classification", "FOLDER_OF_THIS_FILE"',
-    ("image_classifier", "classification"): '"image-classification", "FOLDER_OF_THIS_FILE"',
-    ("audio_classifier", "classification"): '"audio-classification", "FOLDER_OF_THIS_FILE"',
-    ("causal_lm", "causal_lm"): '"text-generation", "FOLDER_OF_THIS_FILE"',
+    "transformer": {
+        "classification": "text-classification",
+        "regression": "text-classification",
+        "multilabel": "text-classification",
+        "token_classification": "token-classification",
+    },
+    "image_classifier": {"classification": "image-classification"},
+    "audio_classifier": {"classification": "audio-classification"},
+    "causal_lm": {"causal_lm": "text-generation"},
 }
-"""(kind of model, objective) -> arguments of the pipeline of transformers that predicts the same."""
-TRANSFORMERS = ("transformer", "image_classifier", "audio_classifier", "causal_lm")
-"""Kinds of models that transformers loads."""
+"""Kind of a model that transformers loads -> objective -> its pipeline that predicts the same."""
 ASKED = '[{"role": "user", "content": "..."}]'
 MAX_LABELS = 50
 HUB_METRICS = ("accuracy", "f1")
@@ -44,15 +45,17 @@ NEXT_LINE = "\x85"
 
 def text(facts: ExportFacts) -> str:
     """Return the whole card; names that come from users cannot act as Markdown, HTML or front matter."""
-    recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False, allow_unicode=True)
+    sections = with_texts(facts.recipe, _without_folder)
+    recipe = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
     if NEXT_LINE in recipe:
-        recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False)
+        recipe = yaml.safe_dump(sections, sort_keys=False)
     return render(
         "inference/export/model_card.md.j2",
         facts=facts,
         front=_front_matter(facts),
         purpose=purpose_of(facts),
-        pipeline=PIPELINES.get((facts.model["kind"], name_of(facts.spec))),
+        pipeline=PIPELINES.get(facts.model["kind"], {}).get(name_of(facts.spec)),
+        options=", top_k=None" if name_of(facts.spec) == "multilabel" else "",
         asked=ASKED if _has_chats(facts) else '"..."',
         route="generate" if facts.learned.GENERATES else "predict",
         request=_request(facts),
@@ -98,7 +101,7 @@ def _front_matter(facts: ExportFacts) -> str:
     from huggingface_hub import ModelCardData
 
     hub_name = facts.origin.hub if facts.origin else None
-    library = "transformers" if facts.model["kind"] in TRANSFORMERS else "pytorch"
+    library = "transformers" if facts.model["kind"] in PIPELINES else "pytorch"
     card = ModelCardData(
         library_name={"onnx": "onnx", "adapter": "peft"}.get(facts.kind, library),
         tags=["lockstep"],
@@ -147,12 +150,7 @@ def _link(title: str, path: str) -> str:
     return f"[{title}]({HUB}/{path})"
 
 
-def _without_folders(value: Any) -> Any:
-    """Reduce every path to its last component: readers of the card have other folders."""
-    if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    if isinstance(value, str) and (PurePath(value).is_absolute() or value.startswith("~")):
-        return PurePath(value).name or value
-    return value
+def _without_folder(text: str) -> str:
+    """Reduce a path to its last component: readers of the card have other folders."""
+    is_path = PurePath(text).is_absolute() or text.startswith("~")
+    return PurePath(text).name or text if is_path else text

@@ -1,21 +1,36 @@
-"""Compares an export that was read back with the trained model, on real samples."""
+"""Compares an export that was read back with the trained model, on real samples; one that holds a user's file also in
+a new process, which cannot import what lies beside the original."""
 
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.base import plugins, trust
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Outputs
 from lockstep.core.modules.outputs import each, logits_of, tensors
 from lockstep.core.numerics.seeds import generators_restored, seed_all
 from lockstep.core.numerics.word_tokens import IGNORED
+from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.export_facts import RoundTrip
 
 TOLERANCE = 1e-3
 """Largest difference of an output: absolute, or relative to the largest output if that is more than 1. Measured: 1e-6
 (onnxruntime), 3e-7 (the same weights at other addresses: a product with a single row depends on their alignment)."""
+FRESH_START = (
+    "import sys; sys.path.append(sys.argv[1]); from lockstep.inference.export import round_trip; "
+    "round_trip.read_elsewhere()"
+)
+FRESH_HINT = (
+    "An export takes along what the model's file imports from its own folder by import statements: other code has to "
+    "be an installed package, and another file an absolute path in model.options"
+)
 FIXED_LENGTH = ("invalid dimensions", "Guard failed")
 """Messages of onnxruntime and torch.export about inputs of another shape than the traced one."""
 
@@ -63,11 +78,6 @@ def judge(agreement: RoundTrip) -> None:
         )
 
 
-def _widen(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(one.dtype, other.dtype)
-    return one.to(dtype), other.to(dtype)
-
-
 def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:
     """Compare parameters and buffers bit for bit -> False if a graph was read back, which has none. Raises ModelError.
 
@@ -83,8 +93,10 @@ def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) 
     saved = model.state_dict().keys()
     for name, tensor in expected.items():
         found = actual.get(name)
-        is_kept = found is not None and (tensor.dtype == found.dtype or name not in saved)
-        if found is None or not is_kept or not torch.equal(*_widen(tensor, found)):
+        if found is not None and name not in saved:
+            dtype = torch.promote_types(tensor.dtype, found.dtype)
+            tensor, found = tensor.to(dtype), found.to(dtype)
+        if found is None or tensor.dtype != found.dtype or not torch.equal(tensor, found):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
     return True
 
@@ -128,3 +140,37 @@ def _label_counts(before: Tensor, after: Tensor, label: Tensor | None) -> dict[s
     counts = {"changed": (before != after) & counted, "labelled": counted}
     counts |= {"correct before": before == label, "correct after": after == label}
     return {name: int(each.sum()) for name, each in counts.items()}
+
+
+def check_elsewhere(folder: Path, again: Forward, batch: Batch) -> None:
+    """Raise ModelError unless the export, read in a new process and another folder, answers as `again` does."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        file = Path(elsewhere, "batch.pt")
+        torch.save(batch, file)
+        hidden = [str(each) for each in trust.FOLDERS if each != folder]
+        command = [sys.executable, "-P", "-c", FRESH_START, str(plugins.ROOT.parent), str(folder), str(file), *hidden]
+        done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
+            raise ModelError(
+                f"the export was read in a new process, in another folder, and cannot be used there ({reason}); "
+                f"nothing was kept. {FRESH_HINT}"
+            )
+        answers: list[Tensor] = torch.load(file, weights_only=True)
+    judge(compare(lambda _: tensors(outputs(again, batch)), lambda _: answers, [batch]))
+
+
+def read_elsewhere() -> None:
+    """Run the new process: its arguments are a folder with lockstep in it, the export, a batch, and folders not to
+    be imported from. Replaces the batch by the tensors of the outputs."""
+    folder, file, *hidden = map(Path, sys.argv[2:])
+    sys.path[:] = [entry for entry in sys.path if not any(Path(entry).absolute() == each for each in hidden)]
+    try:
+        facts = export_facts.read(folder)
+        trust.own(export_reader.code_of(folder, facts))
+        forward = export_reader.forward_of(folder, facts)
+        export_reader.metrics_of(folder, facts)
+        seed_all(0)
+        torch.save(tensors(outputs(forward, torch.load(file, weights_only=True))), file)
+    except Exception as error:  # of the user's code
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -69,12 +69,6 @@ def write(folder: Path, facts: ExportFacts) -> None:
         raise ModelError(f"cannot write to {folder}: {reason}; name another folder with --to") from error
 
 
-def _extras(facts: ExportFacts) -> list[str]:
-    """List the package's extras that serving the model needs."""
-    needed = {"adapters": facts.kind == "adapter", "audio": facts.modality == "audio", "onnx": facts.kind == "onnx"}
-    return [*(extra for extra, is_needed in needed.items() if is_needed), "serve"]
-
-
 def texts(facts: ExportFacts) -> dict[str, str]:
     """Return the texts of the Space's files besides the export, by name."""
     front = {
@@ -87,6 +81,8 @@ def texts(facts: ExportFacts) -> dict[str, str]:
         "pinned": False,
         "tags": ["lockstep"],
     }
+    needed = {"adapters": facts.kind == "adapter", "audio": facts.modality == "audio", "onnx": facts.kind == "onnx"}
+    extras = [*(extra for extra, is_needed in needed.items() if is_needed), "serve"]
     return {
         "README.md": render(
             "inference/export/space_readme.md.j2",
@@ -99,7 +95,7 @@ def texts(facts: ExportFacts) -> dict[str, str]:
             marker=MARKER,
             port=PORT,
             torch=torch.__version__.partition("+")[0],
-            package=f"{PACKAGE}[{','.join(_extras(facts))}]",
+            package=f"{PACKAGE}[{','.join(extras)}]",
             version=version(PACKAGE),
         ),
         ATTRIBUTES: "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LFS_PATTERNS),

@@ -21,7 +21,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
 from lockstep.data.text_tokenizers import TextTokenizer
-from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard, figures
+from lockstep.inference.evaluate import evaluation_page, evaluation_report, figures
 from lockstep.inference.evaluate.calibration import fitted
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts
@@ -131,7 +131,7 @@ class EvaluateTask(WatchedTask):
             storage.write(self.request.to / "evaluation.json", json.dumps(facts, indent=1))
             if self.request.to == self.recipe.folder and "tensorboard" in self.recipe.observe.sinks:
                 board = self.recipe.folder / "tensorboard"
-                evaluation_tensorboard.write(wrong, board, step=opened.step, data=self.request.data)
+                evaluation_page.write_tensorboard(wrong, board, step=opened.step, data=self.request.data)
         except OSError as error:
             raise ModelError(f"cannot write to {self.request.to}: {error.strerror}; choose another with --to") from None
 

@@ -27,22 +27,18 @@ class Traceable(nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *tensors: Tensor) -> Tensor | dict[str, Tensor]:
-        return outputs_of(self.model, dict(zip(self.names, tensors, strict=True)))
-
-
-def outputs_of(model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
-    """Return outputs that a graph can return: a tensor, or tensors by name. Raises ModelError for others."""
-    outputs = model(batch)
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping) and all(isinstance(name, str) for name in outputs):
-        named = {name: tensor for name, tensor in outputs.items() if isinstance(tensor, Tensor)}
-        if named and len(named) == len(outputs):
-            return named
-    raise ModelError(
-        f"forward() returns a {type(outputs).__name__}: a tensor, or a dict of tensors, can be written as a graph; "
-        "export.kind=pretrained takes any model"
-    )
+        """Return outputs that a graph can return: a tensor, or tensors by name. Raises ModelError for others."""
+        outputs = self.model(dict(zip(self.names, tensors, strict=True)))
+        if isinstance(outputs, Tensor):
+            return outputs
+        if isinstance(outputs, Mapping) and all(isinstance(name, str) for name in outputs):
+            named = {name: tensor for name, tensor in outputs.items() if isinstance(tensor, Tensor)}
+            if named and len(named) == len(outputs):
+                return named
+        raise ModelError(
+            f"forward() returns a {type(outputs).__name__}: a tensor, or a dict of tensors, can be written as a graph; "
+            "export.kind=pretrained takes any model"
+        )
 
 
 def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
@@ -57,23 +53,6 @@ def inputs_of(batch: Batch, targets: Collection[str]) -> Batch:
     """Return the batch without targets, repeated twice: a tracer would take a batch size of 1 for a constant."""
     columns = {name: column for name, column in batch.items() if name not in targets}
     return {name: column.repeat(2, *[1] * (column.ndim - 1)) for name, column in columns.items()}
-
-
-def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
-    """Return the error for a model that a tracer has refused."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, ModelError):
-        return error
-    first, *_ = str(error).strip().split("\n\n")
-    reason = textwrap.shorten(first, LONGEST_REASON) or type(error).__name__
-    lines = re.findall(r'File "(.*)", line (\d+)', str(error))
-    where = "{}:{}: ".format(*lines[-1]) if lines else ""
-    return ModelError(
-        f"the model cannot be written as {kind}: {where}{reason}\n"
-        "  Its forward() has to be made of tensor operations that do not depend on numbers in them, in one dtype;\n"
-        "  export.kind=pretrained takes any model."
-    )
 
 
 def dynamic_dimensions(name: str) -> dict[int, str]:
@@ -92,3 +71,26 @@ def silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def tracing(kind: str) -> Iterator[None]:
+    """Silence a tracer. Raises ModelError for a model that it refuses to write as `kind`."""
+    try:
+        with silence():
+            yield
+    except Exception as error:  # whatever the tracer raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, ModelError):
+            raise cause from error
+        first, *_ = str(cause).strip().split("\n\n")
+        reason = textwrap.shorten(first, LONGEST_REASON) or type(cause).__name__
+        lines = re.findall(r'File "(.*)", line (\d+)', str(cause))
+        where = "{}:{}: ".format(*lines[-1]) if lines else ""
+        raise ModelError(
+            f"the model cannot be written as {kind}: {where}{reason}\n"
+            "  Its forward() has to be made of tensor operations that do not depend on numbers in them, in one dtype;\n"
+            "  export.kind=pretrained takes any model."
+        ) from error

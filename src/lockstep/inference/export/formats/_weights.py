@@ -11,13 +11,14 @@ from torch import nn
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Model
+from lockstep.base.model_contracts import Batch, Model
 from lockstep.inference.export.export_facts import ExportFacts, file_in
 from lockstep.models._model_config import ModelSection
 from lockstep.models._own_functions import with_own_loss
 
 FILE = "model.safetensors"
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = tuple(TORCH_DTYPES)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -38,25 +39,24 @@ def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) ->
 
 
 def rebuilt(facts: ExportFacts, folder: Path) -> Model:
-    """Build the untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32."""
+    """Build the untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32.
+
+    Raises ModelError for one that is larger than the file of its weights, before memory is allocated for it: settings
+    may come from untrusted users.
+    """
     plugin, section = section_of(facts, folder)
-    if section.code is None:  # a user's own build() may do anything
-        _check_size(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
-    model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
-    model = with_own_loss(model, section)
+
+    def built() -> Model:
+        model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
+        return model
+
+    if section.code is None:  # a user's own build() may do anything
+        with torch.device("meta"):
+            check_parameter_count(built(), [folder / facts.file])
+    model = with_own_loss(built(), section)
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
-
-
-def _check_size(facts: ExportFacts, folder: Path) -> None:
-    """Raise ModelError for a model that is larger than the file of its weights, before memory is allocated for it:
-    settings may come from untrusted users."""
-    plugin, section = section_of(facts, folder)
-    from_config = plugins.hook("models", facts.model["kind"], "from_config")
-    with torch.device("meta"):
-        model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
-    check_parameter_count(model, [folder / facts.file])
 
 
 def check_parameter_count(model: nn.Module, weights: Iterable[Path]) -> None:
@@ -75,7 +75,7 @@ def save_config(model: Model, facts: ExportFacts, folder: Path) -> None:
         save(model, folder)
 
 
-def write(model: Model, facts: ExportFacts, folder: Path) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """Write safetensors, of copies: it refuses tensors that share memory, such as tied weights."""
     state = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
+from lockstep.inference.export.formats._graph import Traceable, dynamic_dimensions, inputs_of, silence, tracing
 
 DTYPES = ("fp32", "fp16", "int8")
 PROGRAM = None
@@ -39,19 +39,16 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
             "rename them in forward(), or use export.kind=pretrained"
         )
     traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(dynamic_dimensions(name) for name in inputs)
-    try:
-        with silence():
-            program: Any = torch.onnx.export(
-                traceable,
-                tuple(inputs.values()),
-                input_names=list(inputs),
-                output_names=[*facts.outputs] or ["logits"],
-                dynamic_shapes=(shapes,),
-                dynamo=True,
-                verbose=False,
-            )
-    except Exception as error:  # whatever the tracer raises
-        raise cannot_be_traced(error, facts.kind) from error
+    with tracing(facts.kind):
+        program: Any = torch.onnx.export(
+            traceable,
+            tuple(inputs.values()),
+            input_names=list(inputs),
+            output_names=[*facts.outputs] or ["logits"],
+            dynamic_shapes=(shapes,),
+            dynamo=True,
+            verbose=False,
+        )
     for graph in (program.model.graph, *program.model.functions.values()):
         for node in graph.all_nodes():
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # source lines with paths of this machine

@@ -11,7 +11,7 @@ from lockstep.inference.export.formats import _weights
 from lockstep.models._own_functions import with_own_loss
 
 FILE = _weights.FILE
-DTYPES = ("fp32", "fp16", "bf16")
+DTYPES = _weights.DTYPES
 PROGRAM = None
 
 LOADER = '''"""Loads the exported model: `python loader.py` prints it; `load()` returns it, ready to predict."""
@@ -45,7 +45,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
     if save := plugins.hook("models", facts.model["kind"], "save"):
         save(model, folder)
         return
-    _weights.write(model, facts, folder)
+    _weights.write(model, folder, batch=batch, facts=facts)
     if not (folder / "loader.py").exists():  # else it is the user's own code
         storage.write(folder / "loader.py", LOADER)
 

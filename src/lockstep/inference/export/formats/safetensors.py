@@ -1,19 +1,8 @@
 """The unwrapped weights as one safetensors file, which holds no code."""
 
-from pathlib import Path
+from lockstep.inference.export.formats._weights import DTYPES as DTYPES
+from lockstep.inference.export.formats._weights import FILE as FILE
+from lockstep.inference.export.formats._weights import read as read
+from lockstep.inference.export.formats._weights import write as write
 
-from lockstep.base.model_contracts import Batch, Forward, Model
-from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.export.formats import _weights
-
-FILE = _weights.FILE
-DTYPES = ("fp32", "fp16", "bf16")
 PROGRAM = None
-
-
-def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    _weights.write(model, facts, folder)
-
-
-def read(folder: Path, facts: ExportFacts) -> Forward:
-    return _weights.read(folder, facts)

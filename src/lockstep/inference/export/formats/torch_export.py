@@ -8,7 +8,7 @@ import torch
 from lockstep.base import storage, trust
 from lockstep.base.model_contracts import Batch, Forward, Model, Outputs
 from lockstep.inference.export.export_facts import ExportFacts, file_in
-from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
+from lockstep.inference.export.formats._graph import Traceable, dynamic_dimensions, inputs_of, silence, tracing
 
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
@@ -22,11 +22,8 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
     inputs = inputs_of(batch, facts.learned.TARGETS)
     shapes = tuple(dict.fromkeys(dynamic_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
     traceable, samples = Traceable(model, list(inputs)).eval(), tuple(inputs.values())
-    try:
-        with silence():
-            program = torch.export.export(traceable, samples, dynamic_shapes=(shapes,), strict=False)
-    except Exception as error:  # whatever the tracer raises
-        raise cannot_be_traced(error, facts.kind) from error
+    with tracing(facts.kind):
+        program = torch.export.export(traceable, samples, dynamic_shapes=(shapes,), strict=False)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)  # source lines with paths of this machine

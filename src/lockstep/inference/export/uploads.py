@@ -1,4 +1,8 @@
-"""Uploads an export, or the folder of a Space, to the Hugging Face hub in one commit."""
+"""Uploads an export, or the folder of a Space, to the Hugging Face hub in one commit, or to an object store.
+
+An object store cannot replace several files at once. So lockstep.json, without which there is no export, is deleted
+first and written last, and meanwhile a file lists what is being uploaded: after a kill, the next upload continues.
+"""
 
 import json
 import re
@@ -7,7 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.base.errors import HubError
+from lockstep.base.errors import HubError, ModelError
+from lockstep.base.remote_path import RemotePath
+from lockstep.core.host import remote_storage
 from lockstep.core.host.hub_access import hub_answers
 from lockstep.inference.export import export_facts, space
 from lockstep.inference.export.export_facts import ExportFacts
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 Upload = Callable[[Path, ExportFacts], str]
 """(folder, facts) -> the address of the repository. Raises HubError."""
+UNFINISHED = "lockstep-upload.json"
+"""File of an object store with the names of all files of the previous upload, and of the unfinished one."""
 REFUSALS = {
     401: "does not accept the token: log in again with `hf auth login`, or set HF_TOKEN to one that is valid",
     403: "does not allow this: the token needs permission to write, and OWNER should be you or your organization",
@@ -25,7 +33,7 @@ REFUSALS = {
 """Text of a refusal, by HTTP status."""
 
 
-def prepared(name: str, *, is_space: bool, is_private: bool) -> Upload:
+def to_hub(name: str, *, is_space: bool, is_private: bool) -> Upload:
     """Check what can be known before an export -> a function that uploads it as OWNER/NAME. Raises HubError."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -93,8 +101,13 @@ def _previous_files(api: "HfApi", name: str, kind: str) -> set[str]:
     held = set(api.list_repo_files(name, repo_type=kind))
     with suppress(EntryNotFoundError, ValueError, KeyError, TypeError):
         file = api.hf_hub_download(name, f"{prefix}{export_facts.FILE}", repo_type=kind)
-        return held & {f"{prefix}{each}" for each in json.loads(Path(file).read_text(encoding="utf-8"))["files"]}
+        return held & _listed(Path(file).read_bytes(), prefix)
     return set()
+
+
+def _listed(facts: bytes, prefix: str) -> set[str]:
+    """List the files that the facts of an export name."""
+    return {f"{prefix}{name}" for name in json.loads(facts)["files"]}
 
 
 @contextmanager
@@ -115,3 +128,37 @@ def _hub_errors(name: str, folder: Path) -> Iterator[None]:
     except Exception as error:  # of the client and its dependencies
         reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
         raise HubError(f"{name}: the upload has failed ({reason}){kept}") from error
+
+
+def to_store(place: RemotePath, *, is_space: bool) -> Upload:
+    """Check the place before an export -> a function that uploads a folder and returns its URL. Raises UserError."""
+    prefix = f"{space.MODEL}/" if is_space else ""
+    facts = f"{prefix}{export_facts.FILE}"
+    old = _stored_files(place, facts, prefix)
+
+    def upload(folder: Path, _: ExportFacts) -> str:
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        remote_storage.write(place / UNFINISHED, json.dumps(sorted(old | names)).encode())
+        remote_storage.remove(place, [facts])
+        remote_storage.upload(folder, place, sorted(names - {facts}))
+        remote_storage.upload(folder, place, [facts])
+        remote_storage.remove(place, [*sorted(old - names), UNFINISHED])
+        return str(place)
+
+    return upload
+
+
+def _stored_files(place: RemotePath, facts: str, prefix: str) -> set[str]:
+    """List the files of an earlier export at a place, which the next one replaces. Raises ModelError for any others."""
+    held = remote_storage.listed(place).keys()
+    known = set[str]()
+    try:
+        if UNFINISHED in held:
+            known |= set(json.loads(remote_storage.read(place / UNFINISHED)))
+        if facts in held:
+            known |= {facts, *_listed(remote_storage.read(place / facts), prefix)}
+    except (ValueError, KeyError, TypeError):
+        raise ModelError(f"{place} holds an export that cannot be read: name another place with --to") from None
+    if held and not known:
+        raise ModelError(f"{place} holds other files, such as {min(held)!r}: name an empty place with --to")
+    return known & held
