@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.base.steering_requests import ScaleLearningRate as ScaleLearningRate
     from lockstep.base.steering_requests import Stop as Stop
     from lockstep.inference.evaluate.evaluate_model import EvaluationResult as EvaluationResult
-    from lockstep.inference.generation.generated import Generated as Generated
+    from lockstep.inference.generation.generator import Generated as Generated
     from lockstep.inference.loaded_model import LoadedModel as LoadedModel
     from lockstep.inference.loaded_model import load as load
     from lockstep.loop.own_loop import Loop as Loop

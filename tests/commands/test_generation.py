@@ -71,7 +71,7 @@ def test_together_alone_and_without_a_cache(generator, monkeypatch):
 
 def test_rows_join_and_leave(generator):
     expected = texts_of(generator, PROMPTS, GREEDY)
-    batch, rows = generator.batch(), [generator.completion(prompt, GREEDY) for prompt in PROMPTS]
+    batch, rows = GeneratedBatch(generator), [generator.completion(prompt, GREEDY) for prompt in PROMPTS]
     for number, row in enumerate(rows):
         batch.join([row])
         for _ in range(3 + number):

@@ -24,8 +24,7 @@ import lockstep
 from lockstep.base.errors import ConfigError, DataError, ModelError, UserError
 from lockstep.inference import trained_model
 from lockstep.inference.serving import app
-from lockstep.inference.serving.service import ServedModel, service_of
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.service import ServedModel, Settings, service_of
 
 EXAMPLE, GENERATING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 GPT = {

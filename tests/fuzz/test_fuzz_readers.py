@@ -49,8 +49,7 @@ from lockstep.data import tables
 from lockstep.data.huggingface import image_of, load_split
 from lockstep.inference import trained_model
 from lockstep.inference.serving import server
-from lockstep.inference.serving.service import ServedModel, service_of
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.service import ServedModel, Settings, service_of
 from lockstep.launch import run_control
 from lockstep.observe.report import report_page
 from lockstep.observe.report.run_files import read as read_run
@@ -365,7 +364,7 @@ def port():
         limits = Settings(port=0, timeout_seconds=0.2, body_bytes=4096)
         service = service_of(ServedModel(trained_model.loader(Path(folder)), seconds=60), limits)
     opened = socket.create_server(("127.0.0.1", 0))
-    server.Signals.listen = lambda _: None  # only the main thread can
+    server.handle_signals = lambda *_: None  # only the main thread can
     serving = server._serve(service, opened, report=lambda _: None)
     threading.Thread(target=asyncio.run, args=(serving,), daemon=True).start()
     return opened.getsockname()[1]

@@ -32,7 +32,7 @@ def command(
     """
     from lockstep.inference import trained_model
     from lockstep.inference.serving import server
-    from lockstep.inference.serving.serving_config import Settings
+    from lockstep.inference.serving.service import Settings
 
     settings = Settings(
         host=host,

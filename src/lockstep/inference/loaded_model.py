@@ -2,10 +2,10 @@
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 from PIL import Image
@@ -14,8 +14,7 @@ from lockstep.base.errors import DataError, ModelError
 from lockstep.data.chat_forms import Message, messages_of
 from lockstep.inference import trained_model
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.generation.generated import Generated, generated
-from lockstep.inference.generation.generator import Generator
+from lockstep.inference.generation.generator import Generated, GeneratedBatch, Generator
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predictor import DTypeName, Input, Predictor
 from lockstep.models.objectives._answers import ClassAnswer, ClassesAnswer, NumbersAnswer, WordsAnswer
@@ -26,6 +25,7 @@ Given: TypeAlias = str | bytes | os.PathLike[str] | Image.Image | np.ndarray
 """A sample: a text or prompt; or the path of an image or sound file, its bytes, an image of Pillow, or its pixels."""
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with "role" and "content"."""
+Checked = TypeVar("Checked")
 GREEDY = Sampling(max_tokens=64, temperature=0)
 """Sampling of a language model in predict()."""
 
@@ -86,45 +86,40 @@ class LoadedModel:
     def _answers(self, given: Sequence[Any], first: int | None) -> Sequence[Prediction]:
         """Predict a batch; `first` is the index of its first sample in the list, None for a single sample."""
         if isinstance(self.model, Generator):
-            return self._complete([_prompt(each, _prefix(first, n)) for n, each in enumerate(given)], GREEDY)
-        inputs = [self._input(each, _prefix(first, number)) for number, each in enumerate(given)]
-        scores = self.model.scores(self._encode(self.model, inputs, first))
+            return self._complete(_checked(_prompt, given, first), GREEDY)
+        inputs = _checked(self._input, given, first)
+        try:
+            samples = self.model.encode(inputs)
+        except DataError:  # of which one?
+            _checked(lambda each: self.model.encode([each]), inputs, first)  # type: ignore[union-attr]
+            raise
+        scores = self.model.scores(samples)
         if not finite(scores).all():
             raise ModelError(f"the outputs of {self.facts.title} are not finite: use another dtype")
         answer = self.model.objective.Answer.model_validate
         return [answer(self.model.answer(*pair)) for pair in zip(scores, inputs, strict=True)]  # type: ignore[misc]
 
-    def _input(self, given: Any, which: str) -> Input:
+    def _input(self, given: Any) -> Input:
         """Return a sample as the predictor takes it. Raises DataError for another type."""
         assert isinstance(self.model, Predictor)
-        reader = self.model.reader
+        reader, kind = self.model.reader, type(given).__name__
         if reader is None:
             if isinstance(given, str):
                 return given
-            raise DataError(f"{which}{self.facts.title} takes texts, not {_kind(given)}")
+            raise DataError(f"{self.facts.title} takes texts, not {kind}")
         if isinstance(given, bytes):
             return given
         if isinstance(given, str | os.PathLike):
             return Path(given)
-        if reader.modality == "image" and isinstance(given, Image.Image):
+        if reader.modality != "image":
+            what = "not its numbers: their rate is unknown"
+        elif isinstance(given, Image.Image):
             return given
-        if reader.modality == "image" and isinstance(given, np.ndarray):
-            return _image(given, which)
-        what = (
-            "an image of Pillow, or pixels" if reader.modality == "image" else "not its numbers: their rate is unknown"
-        )
-        raise DataError(f"{which}give {reader.noun} as the path of a file, its bytes, {what}; not {_kind(given)}")
-
-    def _encode(self, predictor: Predictor, inputs: Sequence[Input], first: int | None) -> Sequence[np.ndarray]:
-        try:
-            return predictor.encode(inputs)
-        except DataError:
-            for number, each in enumerate(inputs):
-                try:
-                    predictor.encode([each])
-                except DataError as error:
-                    raise DataError(f"{_prefix(first, number)}{error}") from error
-            raise
+        elif isinstance(given, np.ndarray):
+            return _image(given)
+        else:
+            what = "an image of Pillow, or pixels"
+        raise DataError(f"give {reader.noun} as the path of a file, its bytes, {what}; not {kind}")
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -151,15 +146,14 @@ class LoadedModel:
         sampling = Sampling(**options)
         is_list = isinstance(prompt, list | tuple) and not (prompt and isinstance(prompt[0], Mapping))
         given: list[Any] = list(prompt) if is_list else [prompt]
-        prompts = [_prompt(each, _prefix(0 if is_list else None, number)) for number, each in enumerate(given)]
-        found = self._complete(prompts, sampling)
+        found = self._complete(_checked(_prompt, given, 0 if is_list else None), sampling)
         return found if is_list else found[0]
 
     def stream(self, prompt: str | Chat, **options: Unpack[SamplingOptions]) -> Iterator[str]:
         """Yield the text that `generate` returns, piece by piece."""
         generator = self._generator()
-        completion = generator.completion(_prompt(prompt, ""), Sampling(**options))
-        batch = generator.batch()
+        completion = generator.completion(_prompt(prompt), Sampling(**options))
+        batch = GeneratedBatch(generator)
         batch.join([completion])
         sent = 0
         while batch.rows:
@@ -170,7 +164,7 @@ class LoadedModel:
 
     def _complete(self, prompts: Sequence[Any], sampling: Sampling) -> list[Generated]:
         generator = self._generator()
-        return [generated(generator, made) for made in generator.complete(prompts, sampling)]
+        return [generator.result(made) for made in generator.complete(prompts, sampling)]
 
     def _generator(self) -> Generator:
         if not isinstance(self.model, Generator):
@@ -196,7 +190,7 @@ def load(
     return LoadedModel(trained_model.loader(Path(path), device=device, dtype=dtype, base=base)())
 
 
-def _image(pixels: np.ndarray, which: str) -> Image.Image:
+def _image(pixels: np.ndarray) -> Image.Image:
     """Convert pixels [H, W], [H, W, C] or [C, H, W] to an image. Raises DataError."""
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
@@ -204,28 +198,27 @@ def _image(pixels: np.ndarray, which: str) -> Image.Image:
         pixels = pixels[:, :, 0]
     if pixels.dtype != np.uint8 or pixels.size == 0 or not (pixels.ndim == 2 or pixels.shape[2:] in ((3,), (4,))):
         raise DataError(
-            f"{which}pixels should be uint8 from 0 to 255, of the shape [H, W], [H, W, 3] or [1 or 3, H, W]; "
+            f"pixels should be uint8 from 0 to 255, of the shape [H, W], [H, W, 3] or [1 or 3, H, W]; "
             f"these are {pixels.dtype} {list(pixels.shape)}"
         )
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
-def _prompt(given: Any, which: str) -> str | list[Message]:
+def _prompt(given: Any) -> str | list[Message]:
     """Return a prompt or a chat. Raises DataError for anything else."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple):
-        raise DataError(f"{which}a prompt is a text, or a list of messages; not {_kind(given)}")
-    try:
-        return messages_of(given)
-    except DataError as error:
-        raise DataError(f"{which}{error}") from None
+        raise DataError(f"a prompt is a text, or a list of messages; not {type(given).__name__}")
+    return messages_of(given)
 
 
-def _prefix(first: int | None, number: int) -> str:
-    """Return the beginning of a message about a sample of a list; empty for a single sample."""
-    return "" if first is None else f"sample {first + number}: "
-
-
-def _kind(given: object) -> str:
-    return type(given).__name__
+def _checked(check: Callable[[Any], Checked], given: Sequence[Any], first: int | None) -> list[Checked]:
+    """Return what `check` makes of each sample; its DataError names the number of a sample, from `first` on."""
+    made = []
+    for number, each in enumerate(given, first or 0):
+        try:
+            made.append(check(each))
+        except DataError as error:
+            raise DataError(f"{error}" if first is None else f"sample {number}: {error}") from error
+    return made

@@ -1,7 +1,8 @@
 """A model with its tokenizer or file reader: from texts, images or sounds to predictions."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from lockstep.data.collate import collate
 from lockstep.data.preparation import Preparation
 from lockstep.data.processors import FileReader, Processor, reader_of
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.export.formats._weights import TORCH_DTYPES
 from lockstep.models._documents import are_close
 from lockstep.models.objectives._objective import PredictingObjective
 
@@ -29,7 +31,6 @@ Sample = np.ndarray
 """Token ids int32 [T], marked ones for words; an image uint8 [C, H, W]; features of a sound, float32 [T] or [T, B]."""
 TRIED = "one text, alone and together"
 DTypeName = Literal["fp32", "fp16", "bf16"]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class Predictor:
     """Whether texts of different lengths can be read together."""
 
     @property
+    def takes(self) -> str:
+        """The input: text, image or audio."""
+        return self.reader.modality if self.reader is not None else "text"
+
+    @property
     def is_parallel(self) -> bool:
         """Whether several threads predict faster than one: not on a GPU, nor where the model has a lock or, as in
         onnxruntime, its own threads."""
@@ -58,7 +64,7 @@ class Predictor:
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
         """Return the model's inputs. Raises DataError for an invalid text, image or sound."""
         if self.tokenizer is not None:
-            texts = [_valid_text(each) for each in inputs]
+            texts = [valid_text(each) for each in inputs]
             texts = self.preparation.texts(texts) if self.preparation else texts
             return self.tokenizer(texts) if texts else []
         assert self.reader is not None
@@ -151,7 +157,7 @@ def placed(
     graph that does not support them."""
     device = device or torch.device("cuda" if isinstance(forward, nn.Module) and torch.cuda.is_available() else "cpu")
     if isinstance(forward, nn.Module):
-        return forward.to(device, DTYPES[dtype] if dtype else None).eval(), device
+        return forward.to(device, TORCH_DTYPES[dtype] if dtype else None).eval(), device
     if device.type != "cpu" or dtype not in (None, facts.dtype):
         raise ModelError(
             f"an export of kind {facts.kind} runs on the processor as {facts.dtype}: leave --device and --dtype out, "
@@ -160,17 +166,26 @@ def placed(
     return forward, device
 
 
+@contextmanager
+def use_errors(what: str) -> Iterator[None]:
+    """Turn an error of any library, or of a user's code, into a ModelError that says what could not be done."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{what} ({type(error).__name__}: {reason})") from error
+
+
 def _check(predictor: Predictor) -> None:
     """Predict one blank sample; raises ModelError for a model that fails, or whose outputs do not match its targets."""
-    facts = predictor.facts
     samples = [predictor.reader.blank()] if predictor.reader is not None else predictor.encode(["a"])
-    try:
-        predictor.scores(samples)
-    except LockstepError as error:
-        raise ModelError(f"{facts.title} cannot be used: {error}") from error
-    except Exception as error:  # of any library, and of a user's code
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{facts.title} cannot predict a blank sample ({type(error).__name__}: {reason})") from error
+    with use_errors(f"{predictor.facts.title} cannot predict a blank sample"):
+        try:
+            predictor.scores(samples)
+        except LockstepError as error:
+            raise ModelError(f"{predictor.facts.title} cannot be used: {error}") from error
 
 
 def _bears_padding(predictor: Predictor) -> bool:
@@ -197,7 +212,7 @@ def _with_lock(forward: Forward) -> Forward:
     return locked
 
 
-def _valid_text(text: Input) -> str:
+def valid_text(text: Input) -> str:
     """Return the text. Raises DataError for other types, and for half of a surrogate pair, which cannot be encoded."""
     if not isinstance(text, str):
         raise DataError(f"a model of texts takes texts, not {type(text).__name__}")

@@ -4,7 +4,6 @@ m = completions, T = tokens that have been read, V = vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +17,49 @@ KEPT = 3 / 4
 """Share of a full context that is read again; the rest is room for further tokens."""
 
 
-class Decoding(Protocol):
-    """Token rows, and the logits of the token that follows each."""
+class RecomputedDecoding:
+    """Token rows, and the logits of the token that follows each; for any causal model, all tokens are read again. Later
+    tokens do not change earlier outputs, so rows are padded at the end."""
 
-    logits: Tensor
-    """float [m, V]."""
+    def __init__(self, forward: Forward, context: int, device: torch.device) -> None:
+        self.forward, self.context, self.device = forward, context, device
+        self.rows: list[list[int]] = []
+        self.logits = torch.zeros(0, 0, device=device)
+        """float [m, V]."""
 
     def join(self, prompts: Sequence[list[int]]) -> None:
         """Add rows at the end. No prompt is empty."""
+        self.rows += [[*prompt] for prompt in prompts]
+        self._compute()
 
     def keep(self, rows: list[int]) -> None:
         """Drop all rows but these."""
+        self.rows, self.logits = [self.rows[row] for row in rows], self.logits[rows]
 
     def read(self, tokens: list[int]) -> None:
         """Add a token to each row."""
+        self.rows = [[*row, token][-self.context :] for row, token in zip(self.rows, tokens, strict=True)]
+        self._compute()
+
+    def _compute(self) -> None:
+        length = max(map(len, self.rows))
+        tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in self.rows], device=self.device)
+        logits = logits_of(self.forward({"input_ids": tokens}))
+        assert logits is not None
+        self.logits = torch.stack([logits[number, len(row) - 1] for number, row in enumerate(self.rows)])
 
 
-class CachedDecoding:
+class CachedDecoding(RecomputedDecoding):
     """Decoding with a cache of keys and values; shorter rows have padding before their first token."""
 
     def __init__(self, model: Model, context: int, device: torch.device) -> None:
-        self.model, self.context, self.device = model, context, device
-        self.rows: list[list[int]] = []
+        super().__init__(model, context, device)
+        self.model = model
         self.cache: Cache = []
         self.mask = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        self.logits = torch.zeros(0, 0, device=device)
 
     def join(self, prompts: Sequence[list[int]]) -> None:
-        self.rows = [*self.rows, *([*prompt] for prompt in prompts)]
+        self.rows += [[*prompt] for prompt in prompts]
         length = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
         mask = torch.zeros(len(prompts), length, dtype=torch.bool)
@@ -66,8 +80,8 @@ class CachedDecoding:
         self.logits = torch.cat([self.logits, logits])
 
     def keep(self, rows: list[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
-        self.mask, self.logits = self.mask[rows], self.logits[rows]
+        super().keep(rows)
+        self.mask = self.mask[rows]
         padding = int((~self.mask).all(0).sum()) if rows else 0  # before the longest of the rows that are left
         self.mask = self.mask[:, padding:]
         self.cache = [(keys[rows, :, padding:], values[rows, :, padding:]) for keys, values in self.cache]
@@ -94,35 +108,7 @@ class CachedDecoding:
         self.logits, self.cache = self.model.decode(column, self.mask, self.cache)
 
 
-class RecomputedDecoding:
-    """Decoding without a cache, for any causal model: all tokens are read again. Later tokens do not change earlier
-    outputs, so rows are padded at the end."""
-
-    def __init__(self, forward: Forward, context: int, device: torch.device) -> None:
-        self.forward, self.context, self.device = forward, context, device
-        self.rows: list[list[int]] = []
-        self.logits = torch.zeros(0, 0)
-
-    def join(self, prompts: Sequence[list[int]]) -> None:
-        self.rows += [[*prompt] for prompt in prompts]
-        self._compute()
-
-    def keep(self, rows: list[int]) -> None:
-        self.rows, self.logits = [self.rows[row] for row in rows], self.logits[rows]
-
-    def read(self, tokens: list[int]) -> None:
-        self.rows = [[*row, token][-self.context :] for row, token in zip(self.rows, tokens, strict=True)]
-        self._compute()
-
-    def _compute(self) -> None:
-        length = max(map(len, self.rows))
-        tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in self.rows], device=self.device)
-        logits = logits_of(self.forward({"input_ids": tokens}))
-        assert logits is not None
-        self.logits = torch.stack([logits[number, len(row) - 1] for number, row in enumerate(self.rows)])
-
-
-def decoding_of(forward: Forward, context: int, device: torch.device, *, caches: bool = True) -> Decoding:
+def decoding_of(forward: Forward, context: int, device: torch.device, *, caches: bool = True) -> RecomputedDecoding:
     """Return the fastest decoding that a model supports; without `caches`, the one that every model supports."""
     if caches and isinstance(forward, Model) and forward.CACHES:
         return CachedDecoding(forward, context, device)

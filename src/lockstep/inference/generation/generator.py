@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import ClassVar
 
 import torch
+from pydantic import BaseModel, Field
 
-from lockstep.base.errors import DataError, LockstepError, ModelError
+from lockstep.base.errors import DataError, ModelError
+from lockstep.base.json_values import with_texts
 from lockstep.base.model_contracts import Forward, Model
 from lockstep.core.numerics.special_tokens import without_marks
 from lockstep.data.chat import ChatTokenizer
@@ -16,9 +18,9 @@ from lockstep.data.chat_template import Template
 from lockstep.data.packing import BEGIN
 from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.generation.decoding import KEPT, Decoding, caches_well, decoding_of
+from lockstep.inference.generation.decoding import KEPT, caches_well, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
-from lockstep.inference.predictor import DTypeName, placed
+from lockstep.inference.predictor import DTypeName, placed, use_errors, valid_text
 
 CONTEXT = 256
 """Context of a model whose number of tokens in training is unknown."""
@@ -45,6 +47,20 @@ class Completion:
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
 
 
+class Generated(BaseModel):
+    """A completion."""
+
+    text: str
+    finish: str = Field(
+        description="end: the text is complete; stop: a stop text came; length: max_tokens, or the context is full."
+    )
+    tokens: int
+    prompt_tokens: int = Field(description="Those that the model has read of the prompt.")
+    truncated: bool = Field(description="Whether the prompt was too long, and its beginning left out.")
+    seed: int
+    model: str = Field(description="Name and digest.")
+
+
 class LongPrompt(DataError):
     """A prompt has more tokens than the model reads."""
 
@@ -53,6 +69,7 @@ class LongPrompt(DataError):
 class Generator:
     """A language model with its tokenizer. Not thread-safe."""
 
+    takes: ClassVar[str] = "text"
     facts: ExportFacts
     forward: Forward
     tokenizer: TextTokenizer
@@ -73,11 +90,11 @@ class Generator:
             raise DataError("this model has not learned chats: give a prompt")
         if isinstance(self.tokenizer, ChatTokenizer) and not (sampling.is_raw and isinstance(prompt, str)):
             messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            tokens = self.tokenizer.prompt(_encodable(messages), on=sampling.date, tools=sampling.tools)
+            tokens = self.tokenizer.prompt(with_texts(messages, valid_text), on=sampling.date, tools=sampling.tools)
         else:
             assert isinstance(prompt, str)
             plain = self.tokenizer.inner if isinstance(self.tokenizer, ChatTokenizer) else self.tokenizer
-            (encoded,) = plain([BEGIN + without_marks(_valid_text(prompt))])
+            (encoded,) = plain([BEGIN + without_marks(valid_text(prompt))])
             tokens = encoded.tolist()
         is_long = len(tokens) > self.context
         if is_long and not sampling.truncate:
@@ -88,6 +105,18 @@ class Generator:
         if is_long:
             tokens = self._truncate(tokens, sampling.max_tokens)
         return Completion(prompt=tokens or [self.tokenizer.pad_id], sampling=sampling, is_truncated=is_long)
+
+    def result(self, completion: Completion) -> Generated:
+        """Return the result of a completion that has ended."""
+        return Generated(
+            text=completion.text,
+            finish=completion.finish,
+            tokens=len(completion.tokens),
+            prompt_tokens=len(completion.prompt),
+            truncated=completion.is_truncated,
+            seed=completion.sampling.seed,
+            model=self.facts.title,
+        )
 
     @property
     def is_chat(self) -> bool:
@@ -111,9 +140,6 @@ class Generator:
         begin = self.tokenizer.begin if [*tokens[: len(self.tokenizer.begin)]] == self.tokenizer.begin else []
         return [*begin, *tokens[len(begin) :][-max(1, size - len(begin)) :]]
 
-    def batch(self) -> "GeneratedBatch":
-        return GeneratedBatch(self)
-
     def complete(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
         """Complete several prompts or chats together; the seed of each is the sampling's plus its number."""
         return self.finish(
@@ -126,7 +152,7 @@ class Generator:
     def finish(self, made: list[Completion]) -> list[Completion]:
         """Generate the rest of several completions in one batch."""
         if made:
-            batch = self.batch()
+            batch = GeneratedBatch(self)
             batch.join(made)
             while batch.rows:
                 batch.step()
@@ -139,9 +165,7 @@ class GeneratedBatch:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.rows: list[Completion] = []
-        self.decoding: Decoding = decoding_of(
-            generator.forward, generator.context, generator.device, caches=generator.caches
-        )
+        self.decoding = decoding_of(generator.forward, generator.context, generator.device, caches=generator.caches)
 
     def join(self, completions: Sequence[Completion]) -> None:
         """Read prompts, and add their completions."""
@@ -202,23 +226,6 @@ def _stable_text(text: str, stop: Sequence[str]) -> str:
     return text[: len(text) - max(held, default=0)]
 
 
-def _valid_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"character {error.start + 1} is half of a surrogate pair, which is no character") from None
-    return text
-
-
-def _encodable(value: Any) -> Any:
-    """Return a value of JSON. Raises DataError for half of a surrogate pair in it."""
-    if isinstance(value, str):
-        return _valid_text(value)
-    if isinstance(value, list):
-        return [*map(_encodable, value)]
-    return {name: _encodable(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
 def generator(
     facts: ExportFacts,
     forward: Forward,
@@ -234,13 +241,8 @@ def generator(
     if isinstance(forward, Model) and not facts.model.get("from_config"):  # others know no positions beyond it
         context = forward.longest or context
     made = Generator(facts=facts, forward=forward, tokenizer=tokenizer, device=device, context=context)
-    try:
+    with use_errors(f"{facts.title} cannot complete a text"):
         if isinstance(forward, Model) and forward.CACHES:
             made = replace(made, caches=caches_well(forward, context, device))
         made.complete(["a", "ab"], Sampling(max_tokens=2))
-    except LockstepError:
-        raise
-    except Exception as error:  # of any library, and of a user's code
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{facts.title} cannot complete a text ({type(error).__name__}: {reason})") from error
     return made

@@ -18,9 +18,16 @@ from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import generation_routes, openai_routes, openapi
 from lockstep.inference.serving.batcher import Full
 from lockstep.inference.serving.middleware import BUSY, Middleware, is_loopback
-from lockstep.inference.serving.request_inputs import FILE_TYPES, FORM, JSON, InvalidInput, json_inputs
-from lockstep.inference.serving.service import LARGE, GenerationService, PredictionService, Service
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.request_inputs import (
+    BODIES,
+    FILE_TYPES,
+    FORM,
+    JSON,
+    InvalidInput,
+    media_type_of,
+    parsed,
+)
+from lockstep.inference.serving.service import LARGE, GenerationService, PredictionService, Service, Settings
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of proxies, and of pages in a browser, which may come from anywhere."""
@@ -58,7 +65,7 @@ def _application(service: Service) -> Any:
     elif isinstance(service, PredictionService):
         _add_prediction(app, service)
     _add_status(app, service)
-    _add_reload(app, service)
+    _add_model(app, service)
     _add_error_handlers(app, "/generate" if isinstance(service, GenerationService) else "/predict")
     return app
 
@@ -67,16 +74,18 @@ def _add_prediction(app: Any, service: PredictionService) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    takes, prediction = service.takes, service.predictor.objective.Answer
-    example = dict(zip(("request", "response"), service.example, strict=True))
+    takes = service.predictor.takes
 
-    @app.post("/predict", **openapi.predict(takes, prediction, **example))  # type: ignore[untyped-decorator]
+    def described(*, several: bool) -> dict[str, Any]:
+        return openapi.predict(takes, service.predictor.objective.Answer, several=several, example=service.example)
+
+    @app.post("/predict", **described(several=False))  # type: ignore[untyped-decorator]
     async def predict(request: Request) -> JSONResponse:
         """The prediction for one input."""
         (answer,), title = await service.predict(*await inputs_of(request, takes, several=False))
         return JSONResponse({**answer, "model": title})
 
-    @app.post("/predict/batch", **openapi.predict_batch(takes, prediction, **example))  # type: ignore[untyped-decorator]
+    @app.post("/predict/batch", **described(several=True))  # type: ignore[untyped-decorator]
     async def predict_batch(request: Request) -> JSONResponse:
         """The same for several inputs, in their order."""
         predictions, title = await service.predict(*await inputs_of(request, takes, several=True))
@@ -85,9 +94,8 @@ def _add_prediction(app: Any, service: PredictionService) -> None:
 
 def _add_status(app: Any, service: Service) -> None:
     from fastapi import Response
-    from fastapi.responses import HTMLResponse, JSONResponse
-
-    page_file = "generation_page.html" if isinstance(service, GenerationService) else "page.html"
+    from fastapi.responses import JSONResponse
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
     @app.get("/health", **openapi.HEALTH)  # type: ignore[untyped-decorator]
     async def health() -> dict[str, str]:
@@ -105,8 +113,14 @@ def _add_status(app: Any, service: Service) -> None:
     @app.get("/metrics", **openapi.METRICS)  # type: ignore[untyped-decorator]
     async def metrics() -> Response:
         """Requests, latency, batch sizes and the queue, for Prometheus."""
-        text, media_type = service.metrics.text()
-        return Response(text, media_type=media_type)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_model(app: Any, service: Service) -> None:
+    from fastapi import Request
+    from fastapi.responses import HTMLResponse, JSONResponse
+
+    page_file = "generation_page.html" if isinstance(service, GenerationService) else "page.html"
 
     @app.get("/info", **openapi.INFO)  # type: ignore[untyped-decorator]
     async def about() -> dict[str, Any]:
@@ -116,11 +130,6 @@ def _add_status(app: Any, service: Service) -> None:
     @app.get("/", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def page() -> HTMLResponse:
         return HTMLResponse(render(f"inference/serving/{page_file}"))
-
-
-def _add_reload(app: Any, service: Service) -> None:
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
 
     @app.post("/-/reload", **openapi.RELOAD)  # type: ignore[untyped-decorator]
     async def reload(request: Request) -> JSONResponse:
@@ -145,21 +154,24 @@ def _add_error_handlers(app: Any, answers_at: str) -> None:
         reason = f"{faults[0]['field']}: {faults[0]['reason']}"
         return _problem(request, reason, error.status, detail=faults, code=error.code)
 
-    async def full(request: Request, _: Full) -> Any:
-        return _problem(request, "too many requests wait; try again", 503, headers=BUSY)
-
-    async def timed_out(request: Request, _: TimeoutError) -> Any:
-        return _problem(request, "the answer took too long; try again", 504)
-
     async def refused(request: Request, error: HTTPException) -> Any:
         is_other_kind = error.status_code == 404 and request.url.path in ROUTES
         reason = f"this model does not answer here, but to POST {answers_at}" if is_other_kind else str(error.detail)
         return _problem(request, reason, error.status_code, headers=error.headers)
 
-    async def failed(request: Request, _: Exception) -> Any:  # the traceback goes to the log
-        return _problem(request, "the model failed on this; the server's log says how", 500)
+    def answer(reason: str, status: int, headers: dict[str, str] | None = None) -> Any:
+        async def answered(request: Request, _: Exception) -> Any:  # a failure's traceback goes to the log
+            return _problem(request, reason, status, headers=headers)
 
-    handlers = {InvalidInput: invalid, Full: full, TimeoutError: timed_out, HTTPException: refused, Exception: failed}
+        return answered
+
+    handlers = {
+        InvalidInput: invalid,
+        HTTPException: refused,
+        Full: answer("too many requests wait; try again", 503, BUSY),
+        TimeoutError: answer("the answer took too long; try again", 504),
+        Exception: answer(generation_routes.FAILED, 500),
+    }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
@@ -178,10 +190,11 @@ def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
 
 async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:
     """Return the texts or files of a request, and the field that they are in. Raises InvalidInput."""
-    body, media_type = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    body, media_type, name = await request.body(), media_type_of(request), takes + "s" * several
     if media_type == JSON:
-        read = partial(json_inputs, body, takes, several=several)
-        return await asyncio.to_thread(read) if len(body) > LARGE else read(), takes + "s" * several
+        read = partial(parsed, body, BODIES[takes, several])
+        found = getattr(await asyncio.to_thread(read) if len(body) > LARGE else read(), name)
+        return found if several else [found], name
     files = (*FILE_TYPES[takes], FORM) if takes in FILE_TYPES and not several else ()
     if media_type not in files:
         raise InvalidInput([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
@@ -205,9 +218,7 @@ async def _form_file(request: Any) -> bytes:
 
 def info(model: Predictor | Generator, settings: Settings) -> dict[str, Any]:
     """Return public facts about the model and the server."""
-    limits = asdict(settings)
-    for name in ("api_key", "host", "port"):
-        del limits[name]
+    limits = {name: value for name, value in asdict(settings).items() if name not in ("api_key", "host", "port")}
     if isinstance(model, Generator):
         limits["context"] = model.context
     return {

@@ -1,25 +1,59 @@
-"""Batches the inputs of many requests by length, and predicts them in threads outside of the event loop."""
+"""Batches many requests, outside of the event loop: inputs by length, each predicted once, in several threads; and
+completions, which get one token each per step, in one thread.
+
+A completion joins the others at their next token, and leaves when it ends.
+"""
 
 import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from lockstep.inference.generation.generator import Completion, GeneratedBatch, Generator
 from lockstep.inference.predictor import Predictor, Sample
 
 PASS_TOKENS = 128
 """Cost of a forward pass, in tokens of padding: beyond that, shorter texts get a forward pass of their own."""
 
 
+Waiting = TypeVar("Waiting")
+
+
 class Full(Exception):
     """The queue is full."""
+
+
+class Queue(Generic[Waiting]):
+    """Inputs or completions that wait for a thread."""
+
+    def __init__(
+        self, *, max_batch: int, capacity: int, on_batch: Callable[[int, float], None] = lambda size, seconds: None
+    ) -> None:
+        """`on_batch` is called with the size and the seconds of every batch, in a thread of the batcher."""
+        self.max_batch, self.capacity, self.on_batch = max_batch, capacity, on_batch
+        self._waiting: deque[Waiting] = deque()
+        self._is_closing = False
+
+    @property
+    def depth(self) -> int:
+        """Number of those that wait."""
+        return len(self._waiting)
+
+    def _admit(self, given: Sequence[Waiting]) -> None:
+        """Queue all of them, under the lock. Raises Full, without queueing any."""
+        if self._is_closing or len(self._waiting) + len(given) > self.capacity:
+            raise Full
+        self._waiting.extend(given)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,35 +73,20 @@ class Item:
         return len(self.sample) if self.sample.ndim == 1 else 1
 
 
-class Batcher:
+class Batcher(Queue[Item]):
     """Predicts waiting inputs, oldest first, as soon as a thread is free."""
 
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        max_wait_seconds: float,
-        capacity: int,
-        workers: int = 1,
-        on_batch: Callable[[int, float], None] = lambda size, seconds: None,
-    ) -> None:
-        """`on_batch` is called with the size and the seconds of every forward pass, in a thread of the batcher."""
-        self.max_batch, self.max_wait_seconds, self.capacity = max_batch, max_wait_seconds, capacity
-        self.workers, self.on_batch = workers, on_batch
+    def __init__(self, *, max_wait_seconds: float, workers: int = 1, **more: Any) -> None:
+        super().__init__(**more)
+        self.max_wait_seconds, self.workers = max_wait_seconds, workers
         self._cores, self._running = torch.get_num_threads(), 0
-        self._waiting: deque[Item] = deque()
         self._lock = threading.Lock()
         self._conditions = [threading.Condition(self._lock) for _ in range(workers)]
         self._idle: set[int] = set()
         """Numbers of the idle threads. The lowest is woken first, so that single requests get the same one."""
-        self._is_closing = False
         self._threads = ThreadPoolExecutor(workers, "lockstep-batcher")
         for number in range(workers):
             self._threads.submit(self._run, number)
-
-    @property
-    def depth(self) -> int:
-        return len(self._waiting)
 
     async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return the scores of encoded samples, float32 [K] or [W, K], in their order.
@@ -77,9 +96,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         items = [Item(predictor=predictor, sample=sample, answer=loop.create_future()) for sample in samples]
         with self._lock:
-            if self._is_closing or len(self._waiting) + len(items) > self.capacity:
-                raise Full
-            self._waiting.extend(items)
+            self._admit(items)
             self._wake()
         try:
             return [await item.answer for item in items]
@@ -207,3 +224,129 @@ def _resolve(group: list[Item], answers: np.ndarray | Exception) -> None:
                 item.answer.set_result(answers[number])
 
     loop.call_soon_threadsafe(settle)
+
+
+@dataclass(eq=False)
+class Job:
+    """A completion that a request waits for."""
+
+    generator: Generator
+    """Model that its prompt was encoded for; a reload may replace it meanwhile."""
+    completion: Completion
+    notify: Callable[[str | Exception], None]
+    """Called in the thread: with new text, at the end with an empty text, or with an error."""
+    told: int = 0
+    """Number of characters passed to `notify`."""
+    is_cancelled: bool = False
+
+
+class GenerationBatcher(Queue[Job]):
+    """Generates in one thread for any number of requests: each step of a model uses all cores."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._running: dict[int, Job] = {}
+        """Jobs by the id of their completions."""
+        self._batches: dict[int, GeneratedBatch] = {}
+        """Batches by the id of their models."""
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="lockstep-generate", daemon=True)
+        self._thread.start()
+
+    async def pieces(
+        self, generator: Generator, completions: Sequence[Completion], *, seconds: float | None = None
+    ) -> AsyncGenerator[tuple[int, str]]:
+        """Yield the generated texts as they come, piece by piece, each with the number of its completion. Raises Full,
+        TimeoutError when it takes longer than `seconds`, and the first error. Ending the iteration cancels them all."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | Exception]]()
+
+        def notify(number: int, piece: str | Exception) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and its requests
+                loop.call_soon_threadsafe(arrived.put_nowait, (number, piece))
+
+        jobs = [Job(generator, each, partial(notify, number)) for number, each in enumerate(completions)]
+        with self._changed:
+            self._admit(jobs)
+            self._changed.notify()
+        end, remaining = seconds and loop.time() + seconds, len(jobs)
+        try:
+            while remaining:
+                async with asyncio.timeout_at(end):
+                    number, piece = await arrived.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece:
+                    yield number, piece
+                remaining -= not piece
+        finally:
+            for job in jobs:
+                job.is_cancelled = True
+
+    def close(self) -> None:
+        """Finish what has been accepted, accept nothing more, and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._running and not self._is_closing:
+                    self._changed.wait()
+                if self._is_closing and not self._waiting and not self._running:
+                    return
+                free = min(self.max_batch - len(self._running), len(self._waiting))
+                joining = [self._waiting.popleft() for _ in range(free)]
+            self._drop_cancelled()
+            self._join([job for job in joining if not job.is_cancelled])
+            for batch in [*self._batches.values()]:
+                self._step(batch)
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._running.values() if job.is_cancelled]:
+            del self._running[id(job.completion)]
+            self._batches[id(job.generator)].drop([job.completion])
+
+    def _join(self, jobs: Sequence[Job]) -> None:
+        """Read the prompts of new jobs together; after an error one by one, so that only the faulty one fails."""
+        for model in {id(job.generator): job.generator for job in jobs}.values():
+            own = [job for job in jobs if job.generator is model]
+            batch = self._batches.setdefault(id(model), GeneratedBatch(model))
+            try:
+                batch.join([job.completion for job in own])
+            except Exception as error:  # raised in the request
+                if len(own) == 1:
+                    own[0].notify(error)
+                else:
+                    for job in own:
+                        self._join([job])
+                continue
+            self._running |= {id(job.completion): job for job in own}
+
+    def _step(self, batch: GeneratedBatch) -> None:
+        rows, began = [*batch.rows], time.monotonic()
+        try:
+            if rows:
+                batch.step()
+                self.on_batch(len(rows), time.monotonic() - began)
+            for row in rows:
+                self._notify(self._running[id(row)])
+        except Exception as error:  # raised in the requests
+            batch.rows = []
+            for row in rows:
+                if job := self._running.pop(id(row), None):
+                    job.notify(error)
+        if not batch.rows:  # an idle thread would keep a replaced model alive
+            self._batches = {key: each for key, each in self._batches.items() if each is not batch}
+
+    def _notify(self, job: Job) -> None:
+        row = job.completion
+        if len(row.text) > job.told:
+            job.notify(row.text[job.told :])
+            job.told = len(row.text)
+        if row.finish:
+            del self._running[id(row)]
+            job.notify("")

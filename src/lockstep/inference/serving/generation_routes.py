@@ -4,22 +4,23 @@ import asyncio
 import datetime
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from lockstep.data.chat_forms import Message
-from lockstep.inference.generation.generated import Generated, generated
+from lockstep.inference.generation.generator import Generated
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.serving import openapi
-from lockstep.inference.serving.request_inputs import JSON, Body, Filled, InvalidInput, faults_of
+from lockstep.inference.serving.request_inputs import JSON, AnyBody, Body, Filled, InvalidInput, media_type_of, parsed
 from lockstep.inference.serving.service import GenerationService
 
-EVENTS = "text/event-stream"
 MOST_TOKENS, MOST_STOPS = 4096, 16
 MOST_SEED = 2**31
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+FAILED = "the model failed on this; the server's log says how"
+Pieces = AsyncIterator[tuple[int, str]]
+"""Pieces of texts, each with the number of its completion."""
 
 
 class ChatMessage(Body):
@@ -61,6 +62,11 @@ class GenerationRequest(Body):
             raise ValueError("give either prompt or messages")
         return self
 
+    def sampling(self) -> Sampling:
+        seed = secrets.randbelow(MOST_SEED) if self.seed is None else self.seed
+        values = self.model_dump(include={"max_tokens", "temperature", "top_p", "date", "truncate", "tools"})
+        return Sampling(seed=seed, stop=tuple(self.stop), **values)
+
     @property
     def given(self) -> str | list[Message]:
         return (
@@ -72,60 +78,73 @@ class GenerationRequest(Body):
 
 def add(app: Any, service: GenerationService) -> None:
     from fastapi import Request
-    from fastapi.responses import JSONResponse, StreamingResponse
 
-    request_example, response_example = service.example
-    described = openapi.generate(GenerationRequest, Generated, request=request_example, response=response_example)
-
-    @app.post("/generate", **described)  # type: ignore[untyped-decorator]
+    @app.post("/generate", **openapi.generate(GenerationRequest, Generated, service.example))  # type: ignore[untyped-decorator]
     async def generate(request: Request) -> Any:
         """The text that follows a prompt."""
         asked = await body_of(request, GenerationRequest)
-        generator, completion = await asyncio.to_thread(service.begun, asked.given, _sampling(asked))
-        pieces = service.pieces(generator, completion)
-        if not asked.stream:
-            async for _ in pieces:
-                pass
-            return JSONResponse(generated(generator, completion).model_dump())
-        first = await anext(pieces, "")  # raises Full before the response starts
+        generator = service.generator
+        completion = await asyncio.to_thread(service.begun, generator, asked.given, asked.sampling())
 
-        def last() -> dict[str, Any]:
-            return generated(generator, completion).model_dump(exclude={"text"})
+        def whole() -> dict[str, Any]:
+            return generator.result(completion).model_dump()
 
-        return StreamingResponse(_events(first, pieces, last), media_type=EVENTS)
+        async def events(pieces: Pieces) -> AsyncIterator[dict[str, Any]]:
+            """Yield {"text": piece} for each piece, then the facts of the completion without its text."""
+            async for _, piece in pieces:
+                yield {"text": piece}
+            yield generator.result(completion).model_dump(exclude={"text"})
+
+        found = service.pieces(generator, [completion])
+        return await respond(found, whole, events if asked.stream else None, problem=_problem)
+
+
+def _problem(reason: str, status: int) -> dict[str, Any]:
+    return {"error": reason}
+
+
+async def respond(
+    pieces: AsyncGenerator[tuple[int, str]],
+    whole: Callable[[], dict[str, Any]],
+    events: Callable[[Pieces], AsyncIterator[Any]] | None,
+    *,
+    problem: Callable[[str, int], dict[str, Any]],
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """Answer with the whole of a completion, or with the `events` that its pieces become, the last of which says why it
+    ended early (`problem` of the reason and a status). Raises Full, before a response starts."""
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    if events is None:
+        async for _ in pieces:
+            pass
+        return JSONResponse(whole(), headers=headers)
+    first = await anext(pieces, None)
+    made = events(_with_first(first, pieces))
+    return StreamingResponse(_stream(made, problem), media_type="text/event-stream", headers=headers)
+
+
+async def _with_first(first: tuple[int, str] | None, pieces: Pieces) -> Pieces:
+    if first is not None:
+        yield first
+    async for piece in pieces:
+        yield piece
+
+
+async def _stream(made: AsyncIterator[Any], problem: Callable[[str, int], dict[str, Any]]) -> AsyncIterator[str]:
+    """Yield server-sent events: objects as JSON, texts as they are."""
+    try:
+        async for each in made:
+            yield f"data: {each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)}\n\n"
+    except TimeoutError:
+        yield f"data: {json.dumps(problem('the completion took too long', 504))}\n\n"
+    except Exception:  # the response has started: its status cannot change
+        yield f"data: {json.dumps(problem(FAILED, 500))}\n\n"
+        raise
 
 
 async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
     """Return the JSON body of a request. Raises InvalidInput, which names the fields."""
-    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if media_type != JSON:
+    if media_type_of(request) != JSON:
         raise InvalidInput([("content-type", f"should be {JSON}")], status=415)
-    try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as error:
-        raise InvalidInput(faults_of(error)) from None
-
-
-def _sampling(asked: GenerationRequest) -> Sampling:
-    seed = secrets.randbelow(MOST_SEED) if asked.seed is None else asked.seed
-    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date", "truncate", "tools"})
-    return Sampling(seed=seed, stop=tuple(asked.stop), **values)
-
-
-async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
-    """Yield {"text": piece} for each piece, then the facts of the completion without its text; or {"error": why}."""
-    try:
-        if first:
-            yield event({"text": first})
-        async for piece in pieces:
-            yield event({"text": piece})
-        yield event(last())
-    except TimeoutError:
-        yield event({"error": "the completion took too long"})
-    except Exception:  # the response has started: its status cannot change
-        yield event({"error": "the model failed on this; the server's log says how"})
-        raise
-
-
-def event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return parsed(await request.body(), kind)

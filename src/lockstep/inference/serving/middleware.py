@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import ipaddress
-import json
 import re
 import socket
 import time
@@ -11,8 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.inference.serving.server_metrics import ServerMetrics
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.service import ServerMetrics, Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -76,12 +74,12 @@ class Middleware:
         try:
             await self._forward(scope, exchange)
         except Refused as refused:
-            await _refuse(refused, exchange.send)
+            await _refuse(refused, exchange)
         except ClientDisconnected:
             return
         except asyncio.CancelledError:  # by the server, at the end of drain_seconds
             if not exchange.status:
-                await _refuse(Refused(503, "the server has ended", {"connection": "close"}), exchange.send)
+                await _refuse(Refused(503, "the server has ended", {"connection": "close"}), exchange)
         finally:
             self._hold(-exchange.held, exchange)
             if exchange.status:
@@ -190,9 +188,8 @@ def _replay(body: bytes, disconnected: "asyncio.Future[Message]") -> Receive:
     return receive
 
 
-async def _refuse(refused: Refused, send: Send) -> None:
-    body = json.dumps({"error": refused.reason}).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **refused.headers}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+async def _refuse(refused: Refused, exchange: Exchange) -> None:
+    from starlette.responses import JSONResponse
+
+    response = JSONResponse({"error": refused.reason}, refused.status, refused.headers)
+    await response({"type": "http"}, exchange.receive, exchange.send)

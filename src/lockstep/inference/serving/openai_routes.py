@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -16,9 +16,16 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.data.chat_forms import Message
-from lockstep.inference.generation.generator import Completion, Generator
+from lockstep.inference.generation.generator import Generator
 from lockstep.inference.generation.sampling import Sampling
-from lockstep.inference.serving.generation_routes import EVENTS, MOST_SEED, MOST_STOPS, MOST_TOKENS, body_of, event
+from lockstep.inference.serving.generation_routes import (
+    MOST_SEED,
+    MOST_STOPS,
+    MOST_TOKENS,
+    ChatMessage,
+    body_of,
+    respond,
+)
 from lockstep.inference.serving.request_inputs import Filled, InvalidInput
 from lockstep.inference.serving.service import GenerationService
 
@@ -42,7 +49,7 @@ Prompt = str | list[Message]
 class Tolerant(BaseModel):
     """An object that may have more fields than are used."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=False)
 
     @property
     def ignored(self) -> list[str]:
@@ -54,17 +61,10 @@ class StreamOptions(Tolerant):
     include_usage: bool = False
 
 
-class ClientMessage(Tolerant):
-    role: Filled
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
+class ClientMessage(ChatMessage, Tolerant):
     def plain(self) -> Message:
         """Return the message as it is given to a model; some clients leave an empty content out."""
-        given = self.model_dump(include={*ClientMessage.model_fields}, exclude_none=True)
+        given = self.model_dump(include={*ChatMessage.model_fields}, exclude_none=True)
         return {"content": None if self.tool_calls else "", **given, "role": ROLES.get(self.role, self.role)}
 
 
@@ -149,8 +149,7 @@ class Answer:
 
     def __init__(self, service: GenerationService, asked: ChatRequest | CompletionRequest) -> None:
         """Begin the completions. Raises InvalidInput."""
-        generator = service.model.current
-        assert isinstance(generator, Generator)
+        generator = service.generator
         facts, choices = generator.facts, asked.n or 1
         check_name(generator, asked.model)
         if refused := asked.refused():
@@ -160,14 +159,13 @@ class Answer:
         self.is_chat, self.asked = isinstance(asked, ChatRequest), asked
         takes_tools = generator.template is not None and generator.template.takes_tools
         self.unused = ["tools"] if isinstance(asked, ChatRequest) and asked.tools and not takes_tools else []
-        begun = [
-            service.begun(prompt, asked.sampling(generator, number))
+        self.completions = [
+            service.begun(generator, prompt, asked.sampling(generator, number))
             for prompt in asked.prompts()
             for number in range(choices)
         ]
-        self.completions: list[Completion] = [completion for _, completion in begun]
         self.prompts = self.completions[::choices]
-        self.pieces = [service.pieces(*each) for each in begun]
+        self.pieces = service.pieces(generator, self.completions)
         self.common = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -191,37 +189,28 @@ class Answer:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self.common, "object": kind, "choices": choices, "usage": self._usage()}
 
-    async def events(self, first: tuple[int, str] | None, rest: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events: its first piece, then the rest."""
-        try:
-            for number in range(len(self.completions)) if self.is_chat else ():
-                yield self._chunk(number, {"delta": {"role": "assistant", "content": ""}})
-            if first:
-                yield self._piece(*first)
-            async for number, text in rest:
-                yield self._piece(number, text)
-            for number, each in enumerate(self.completions):
-                yield self._chunk(number, self._text("", is_piece=True), finish=FINISH[each.finish])
-            if self.asked.stream_options and self.asked.stream_options.include_usage:
-                yield event({**self._about(), "choices": [], "usage": self._usage()})
-            yield "data: [DONE]\n\n"
-        except TimeoutError:
-            yield event(problem("the completion took too long", 504))
-        except Exception:  # the response has started: its status cannot change
-            yield event(problem("the model failed on this; the server's log says how", 500))
-            raise
+    async def events(self, pieces: AsyncIterator[tuple[int, str]]) -> AsyncIterator[dict[str, Any] | str]:
+        """Yield the answer in pieces, as objects of the protocol."""
+        for number in range(len(self.completions)) if self.is_chat else ():
+            yield self._chunk(number, {"delta": {"role": "assistant", "content": ""}})
+        async for number, text in pieces:
+            yield self._chunk(number, self._text(text, is_piece=True))
+        for number, each in enumerate(self.completions):
+            yield self._chunk(number, self._text("", is_piece=True), finish=FINISH[each.finish])
+        if self.asked.stream_options and self.asked.stream_options.include_usage:
+            yield {**self._about(), "choices": [], "usage": self._usage()}
+        yield "[DONE]"
 
     def _text(self, text: str, *, is_piece: bool = False) -> dict[str, Any]:
         if not self.is_chat:
             return {"text": text}
-        return {"delta": {"content": text} if text else {}} if is_piece else {"message": _assistant_message(text)}
+        if is_piece:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _piece(self, number: int, text: str) -> str:
-        return self._chunk(number, self._text(text, is_piece=True))
-
-    def _chunk(self, number: int, content: dict[str, Any], finish: str | None = None) -> str:
+    def _chunk(self, number: int, content: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
         choice = {"index": number, **content, "logprobs": None, "finish_reason": finish}
-        return event({**self._about(), "choices": [choice]})
+        return {**self._about(), "choices": [choice]}
 
     def _about(self) -> dict[str, Any]:
         return {**self.common, "object": "chat.completion.chunk" if self.is_chat else "text_completion"}
@@ -229,10 +218,6 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         read, made = sum(len(each.prompt) for each in self.prompts), sum(len(each.tokens) for each in self.completions)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-
-
-def _assistant_message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, "refusal": None}
 
 
 def problem(reason: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -263,16 +248,9 @@ def add(app: Any, service: GenerationService) -> None:
 
 
 async def _respond(service: GenerationService, asked: ChatRequest | CompletionRequest) -> Any:
-    from fastapi.responses import JSONResponse, StreamingResponse
-
     answer = await asyncio.to_thread(Answer, service, asked)
-    arriving = together(answer.pieces)
-    if not asked.stream:
-        async for _ in arriving:
-            pass
-        return JSONResponse(answer.whole(), headers=answer.headers)
-    first = await anext(arriving, None)  # raises Full before the response starts
-    return StreamingResponse(answer.events(first, arriving), media_type=EVENTS, headers=answer.headers)
+    events = answer.events if asked.stream else None
+    return await respond(answer.pieces, answer.whole, events, problem=problem, headers=answer.headers)
 
 
 def check_name(model: Any, name: str | None) -> None:
@@ -285,32 +263,3 @@ def check_name(model: Any, name: str | None) -> None:
 
 def _model(service: GenerationService) -> dict[str, Any]:
     return {"id": service.model.current.facts.name, "object": "model", "created": 0, "owned_by": "lockstep"}
-
-
-async def together(iterators: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[tuple[int, str]]:
-    """Yield the items of all iterators as they arrive, with the iterator's number. Raises the first error; ending the
-    iteration ends theirs."""
-    arrived: asyncio.Queue[tuple[int, str] | Exception | None] = asyncio.Queue()
-
-    async def feed(number: int, pieces: AsyncGenerator[str]) -> None:
-        try:
-            async for piece in pieces:
-                arrived.put_nowait((number, piece))
-            arrived.put_nowait(None)
-        except Exception as error:
-            arrived.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(feed(*each)) for each in enumerate(iterators)]
-    remaining = len(tasks)
-    try:
-        while remaining:
-            found = await arrived.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                remaining -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 
 from lockstep.inference.serving.request_inputs import BODIES, FILE_TYPES, FORM, JSON
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.service import Example, Settings
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self' "
@@ -33,16 +33,6 @@ class Problem(BaseModel):
     detail: list[Fault] | None = None
 
 
-def _answers(prediction: Any) -> tuple[type[BaseModel], type[BaseModel]]:
-    """Return the answers of both routes: a prediction or several, and the model that made it."""
-    model = (str, Field(description="Name and digest."))
-    one = create_model("Answer", __base__=prediction, __doc__="A prediction, and the model that made it.", model=model)
-    several = create_model(
-        "Answers", __doc__="The predictions for several inputs.", predictions=(list[prediction], ...), model=model
-    )
-    return one, several
-
-
 def _problem(description: str) -> dict[str, Any]:
     return {"model": Problem, "description": description}
 
@@ -55,8 +45,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     421: _problem("The request names another server."),
     431: _problem("The headers are too large."),
 }
+"""Responses of every route."""
 FAILURES: dict[int | str, dict[str, Any]] = {
-    **REFUSALS,
     415: _problem("The body has an unsupported media type."),
     422: _problem("The input is invalid: which field, and why."),
     503: {
@@ -67,17 +57,14 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 }
 PREDICTING, MODEL, SERVER = "predict", "model", "server"
 """Tags: how /docs groups the routes."""
-HEALTH: dict[str, Any] = {"tags": [SERVER], "responses": REFUSALS}
-READY: dict[str, Any] = {"tags": [SERVER], "responses": {**REFUSALS, 503: _problem("The server is shutting down.")}}
-METRICS: dict[str, Any] = {
-    "tags": [SERVER],
-    "responses": {**REFUSALS, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-}
-INFO: dict[str, Any] = {"tags": [MODEL], "responses": REFUSALS}
+HEALTH: dict[str, Any] = {"tags": [SERVER]}
+READY: dict[str, Any] = {"tags": [SERVER], "responses": {503: _problem("The server is shutting down.")}}
+TEXT = {"text/plain": {"schema": {"type": "string"}}}
+METRICS: dict[str, Any] = {"tags": [SERVER], "responses": {200: {"content": TEXT}}}
+INFO: dict[str, Any] = {"tags": [MODEL]}
 RELOAD: dict[str, Any] = {
     "tags": [MODEL],
     "responses": {
-        **REFUSALS,
         403: _problem("The request comes from another machine."),
         409: _problem("The model cannot be loaded; the previous one is still served."),
     },
@@ -98,44 +85,36 @@ def about(settings: Settings) -> dict[str, Any]:
             {"name": SERVER, "description": "Status of the server."},
         ],
         "redoc_url": None,
+        "responses": REFUSALS,
         "dependencies": [Depends(HTTPBearer(auto_error=False))] if settings.api_key else [],
     }
 
 
-def predict(
-    takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
-) -> dict[str, Any]:
-    """Return arguments of the route for one input, by an example."""
-    content = {JSON: _json(takes, several=False, example=request)}
-    if takes in FILE_TYPES:
+def predict(takes: str, prediction: Any, *, several: bool, example: Example) -> dict[str, Any]:
+    """Return arguments of the route for one input, or for several, by the example for one."""
+    request, response = example
+    name, about, base = "Answer", "A prediction, and the model that made it.", prediction
+    fields: Any = {"model": (str, Field(description="Name and digest."))}
+    if several:
+        name, about, base = "Answers", "The predictions for several inputs.", BaseModel
+        fields = {"predictions": (list[prediction], ...), **fields}
+        request = {f"{takes}s": [*request.values()]}
+        one = {key: value for key, value in response.items() if key != "model"}
+        response = response and {"predictions": [one], "model": response["model"]}
+    content: dict[str, Any] = {JSON: {"schema": BODIES[takes, several].model_json_schema(), "example": request}}
+    if takes in FILE_TYPES and not several:
         file = {"type": "string", "format": "binary"}
         content |= {kind: {"schema": file} for kind in FILE_TYPES[takes]}
-        form = {"type": "object", "properties": {"file": file}, "required": ["file"]}
-        content[FORM] = {"schema": form}
-    return _route(_answers(prediction)[0], content, response)
+        content[FORM] = {"schema": {"type": "object", "properties": {"file": file}, "required": ["file"]}}
+    return _route(create_model(name, __base__=base, __doc__=about, **fields), content, response)
 
 
-def predict_batch(
-    takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
-) -> dict[str, Any]:
-    """Return arguments of the route for several inputs, by the example for one."""
-    example = {name: value for name, value in response.items() if name != "model"}
-    content = {JSON: _json(takes, several=True, example={f"{takes}s": [*request.values()]})}
-    return _route(_answers(prediction)[1], content, response and {"predictions": [example], "model": response["model"]})
-
-
-def generate(
-    asked: type[BaseModel], answered: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
-) -> dict[str, Any]:
+def generate(asked: type[BaseModel], answered: type[BaseModel], example: Example) -> dict[str, Any]:
     """Return arguments of the route for a completion, by an example."""
-    content = {JSON: {"schema": asked.model_json_schema(), "example": request}}
-    route = _route(answered, content, response)
+    request, response = example
+    route = _route(answered, {JSON: {"schema": asked.model_json_schema(), "example": request}}, response)
     route["responses"][200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return route
-
-
-def _json(takes: str, *, several: bool, example: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": BODIES[takes, several].model_json_schema(), "example": example}
 
 
 def _route(model: type[BaseModel], content: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from lockstep.base.errors import DataError
 from lockstep.data.images import TooLarge
 from lockstep.data.sounds import FORMATS as SOUND_FORMATS
 from lockstep.data.sounds import TooLong
 from lockstep.inference.predictor import Predictor, Sample
-from lockstep.inference.serving.serving_config import MAX_INPUTS
 
 FORMATS = {"image": ("PNG", "JPEG"), "audio": SOUND_FORMATS}
 """Formats of files, by the input of the model."""
@@ -23,10 +22,13 @@ FILE_TYPES = {
     "audio": ("audio/wav", "audio/x-wav", "audio/flac", "audio/ogg", "audio/mpeg"),
 }
 """Media types of a body that is a file."""
-BASE64 = {"contentEncoding": "base64", "pattern": "^(data:[^,]*;base64,)?[A-Za-z0-9+/=\\s]+$"}
+BASE64: dict[str, Any] = {"contentEncoding": "base64", "pattern": "^(data:[^,]*;base64,)?[A-Za-z0-9+/=\\s]+$"}
 JSON, FORM = "application/json", "multipart/form-data"
+MAX_INPUTS = 256
+"""Maximum number of inputs in one request to /predict/batch."""
 MAX_FAULTS = 100
 Filled = Annotated[str, Field(min_length=1)]
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 class InvalidInput(Exception):
@@ -43,77 +45,48 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextRequest(Body):
-    """A text to be classified."""
-
-    text: Filled = Field(description="Longer texts are cut to what the model reads.")
-
-
-class TextsRequest(Body):
-    """Several texts."""
-
-    texts: list[Filled] = Field(min_length=1, max_length=MAX_INPUTS)
-
-
-class ImageRequest(Body):
-    """An image to be classified."""
-
-    image: Filled = Field(
-        description="A PNG or JPEG file in base64 (a data: URL is fine).",
-        json_schema_extra={**BASE64},
+def _bodies(takes: str, one: str, several: str) -> dict[tuple[str, bool], type[Body]]:
+    """Return the JSON bodies for one input and for several, which are called so in descriptions."""
+    formats = FORMAT_NAMES.get(takes)
+    about = (
+        f"A {formats} file in base64 (a data: URL is fine)."
+        if formats
+        else "Longer texts are cut to what the model reads."
     )
+    more = f"{formats} files in base64 (data: URLs are fine)." if formats else None
+    given: Any = (Filled, Field(description=about, json_schema_extra=BASE64 if formats else None))
+    list_given: Any = (list[Filled], Field(min_length=1, max_length=MAX_INPUTS, description=more))
+    name = takes.title()
+    return {
+        (takes, False): create_model(
+            f"{name}Request", __doc__=f"{one} to be classified.", __base__=Body, **{takes: given}
+        ),
+        (takes, True): create_model(
+            f"{name}sRequest", __doc__=f"Several {several}.", __base__=Body, **{f"{takes}s": list_given}
+        ),
+    }
 
 
-class ImagesRequest(Body):
-    """Several images."""
-
-    images: list[Filled] = Field(
-        min_length=1, max_length=MAX_INPUTS, description="PNG or JPEG files in base64 (data: URLs are fine)."
-    )
-
-
-class AudioRequest(Body):
-    """A sound to be classified."""
-
-    audio: Filled = Field(
-        description="A WAV, FLAC, OGG or MP3 file in base64 (a data: URL is fine).", json_schema_extra={**BASE64}
-    )
-
-
-class AudiosRequest(Body):
-    """Several sounds."""
-
-    audios: list[Filled] = Field(
-        min_length=1, max_length=MAX_INPUTS, description="WAV, FLAC, OGG or MP3 files in base64 (data: URLs are fine)."
-    )
-
-
-BODIES: dict[tuple[str, bool], type[Body]] = {
-    ("text", False): TextRequest,
-    ("text", True): TextsRequest,
-    ("image", False): ImageRequest,
-    ("image", True): ImagesRequest,
-    ("audio", False): AudioRequest,
-    ("audio", True): AudiosRequest,
-}
+BODIES = (
+    _bodies("text", "A text", "texts") | _bodies("image", "An image", "images") | _bodies("audio", "A sound", "sounds")
+)
 """(Input of the model, whether a batch) -> JSON body."""
 
 
-def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
-    """Return the texts, or files in base64, of a JSON body. Raises InvalidInput, which names the fields."""
+def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Return a JSON body. Raises InvalidInput, which names the fields."""
     try:
-        request = BODIES[takes, several].model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
-        raise InvalidInput(faults_of(error)) from None
-    (inputs,) = dict(request).values()
-    return list(inputs) if several else [inputs]
+        if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
+            faults = [("body", f"there are {error.error_count():,} faults in this")]
+        else:
+            faults = [(".".join(map(str, each["loc"])) or "body", _reason(each)) for each in error.errors()[:10]]
+        raise InvalidInput(faults) from None
 
 
-def faults_of(error: ValidationError) -> list[tuple[str, str]]:
-    """Return (field, reason) of the first faults of a body."""
-    if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
-        return [("body", f"there are {error.error_count():,} faults in this")]
-    return [(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]
+def media_type_of(request: Any) -> str:
+    return request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
 
 
 def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> list[Sample]:
@@ -148,10 +121,6 @@ def _decode(text: str, formats: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise DataError(f"should be a {formats} file in base64") from None
-
-
-def _path(location: Sequence[Any]) -> str:
-    return ".".join(map(str, location)) or "body"
 
 
 def _reason(fault: Any) -> str:

@@ -15,8 +15,7 @@ from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import app, openapi
-from lockstep.inference.serving.service import ServedModel, Service, StillLoading, service_of
-from lockstep.inference.serving.serving_config import Settings
+from lockstep.inference.serving.service import ServedModel, Service, Settings, StillLoading, service_of
 
 BACKLOG = 2048
 LOADING_SECONDS = 600.0
@@ -73,13 +72,12 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
         yield opened
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def _loop_factory() -> Any:
     try:
         import uvloop
     except ImportError:  # on Windows
         return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+    return uvloop.new_event_loop
 
 
 async def _serve(service: Service, opened: socket.socket, *, report: Callable[[str], None]) -> None:
@@ -100,45 +98,36 @@ async def _serve(service: Service, opened: socket.socket, *, report: Callable[[s
     )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # else it re-raises signals at its end
-    Signals(server, service, report).listen()
+    handle_signals(server, service, report)
     host, port = opened.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     report(f"serving {service.model.current.facts.title} on http://{address} (Ctrl-C ends it)")
     await server.serve([opened])
 
 
-class Signals:
-    """Handles signals of a running server."""
+def handle_signals(server: Any, service: Service, report: Callable[[str], None]) -> None:
+    """Drain after SIGINT or SIGTERM, and end at once after the second; load the model again after SIGHUP."""
+    loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
-    def __init__(self, server: Any, service: Service, report: Callable[[str], None]) -> None:
-        self.server, self.service, self.report = server, service, report
-        self.loop = asyncio.get_running_loop()
-        self._reloads: set[asyncio.Task[None]] = set()
-
-    def listen(self) -> None:
-        """Install the handlers, not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP."""
-        handlers = {"SIGINT": self.end, "SIGTERM": self.end, "SIGHUP": self.reload}
-        for name, handler in handlers.items():
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda *_, each=handler: self.loop.call_soon_threadsafe(each))
-
-    def end(self) -> None:
-        """Accept nothing more and drain; the second time, end at once."""
-        if self.service.is_draining:
-            self.server.force_exit = True
+    def end() -> None:
+        if service.is_draining:
+            server.force_exit = True
             return
-        self.service.is_draining = self.server.should_exit = True
-        self.report(f"ending: answering what has come, for at most {self.service.settings.drain_seconds:g} s")
+        service.is_draining = server.should_exit = True
+        report(f"ending: answering what has come, for at most {service.settings.drain_seconds:g} s")
 
-    def reload(self) -> None:
-        """Load the model again while the current one is served."""
-        task = self.loop.create_task(self._reload())
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
-
-    async def _reload(self) -> None:
+    async def reload() -> None:
         try:
-            before, after = await self.service.model.reload()
-            self.report(f"loaded {after} in place of {before}")
+            before, after = await service.model.reload()
+            report(f"loaded {after} in place of {before}")
         except LockstepError as error:
-            self.report(f"{self.service.model.current.facts.title} is still served: {error}")
+            report(f"{service.model.current.facts.title} is still served: {error}")
+
+    def start_reload() -> None:
+        reloads.add(task := loop.create_task(reload()))
+        task.add_done_callback(reloads.discard)
+
+    # not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP
+    for name, handler in {"SIGINT": end, "SIGTERM": end, "SIGHUP": start_reload}.items():
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_, each=handler: loop.call_soon_threadsafe(each))

@@ -3,8 +3,9 @@
 import asyncio
 import base64
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -12,19 +13,15 @@ import torch
 from PIL import Image, ImageDraw
 
 from lockstep.base.contracts import samples_of
-from lockstep.base.errors import DataError, LockstepError, ModelError
+from lockstep.base.errors import DataError, ModelError
 from lockstep.base.world import cores
 from lockstep.data.chat_forms import Message
 from lockstep.data.sounds import tone
-from lockstep.inference.generation.generated import generated
 from lockstep.inference.generation.generator import Completion, Generator, LongPrompt
 from lockstep.inference.generation.sampling import Sampling
-from lockstep.inference.predictor import Predictor, Sample
-from lockstep.inference.serving.batcher import Batcher
-from lockstep.inference.serving.generation_batcher import GenerationBatcher
+from lockstep.inference.predictor import Predictor, Sample, use_errors
+from lockstep.inference.serving.batcher import Batcher, GenerationBatcher
 from lockstep.inference.serving.request_inputs import InvalidInput, encoded_file, encoded_texts
-from lockstep.inference.serving.server_metrics import ServerMetrics
-from lockstep.inference.serving.serving_config import Settings
 from lockstep.models.objectives._objective import finite
 
 Example = tuple[dict[str, Any], dict[str, Any]]
@@ -32,6 +29,59 @@ Example = tuple[dict[str, Any], dict[str, Any]]
 PROMPT = "The "
 LARGE = 8192
 """Characters or bytes; larger inputs are encoded in a thread, so that other requests need not wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Address and limits; a response that is caused by a limit names it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """Port; 0 takes any free one."""
+    max_batch: int = 32
+    """Largest number of inputs in a forward pass."""
+    max_wait_seconds: float = 0.0
+    """Time that the first input of a batch waits for others. 0: a batch is what arrived during the previous one."""
+    queue: int = 1024
+    """Maximum number of waiting inputs; beyond that, a request is answered with 503."""
+    timeout_seconds: float = 30.0
+    """Time from a request's arrival to its response, else 504. Also for its body to arrive, else 408."""
+    body_bytes: int = 8 << 20
+    """Maximum size of a request; a larger one is answered with 413."""
+    drain_seconds: float = 20.0
+    """Time to answer accepted requests after SIGTERM."""
+    api_key: str | None = None
+    """Key, required as `Authorization: Bearer KEY`, except for the page, /docs, /health and /ready."""
+
+
+SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class ServerMetrics:
+    """Requests, latency, batches and the queue; in a registry of its own, as a process may hold several servers."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+        disable_created_metrics()
+
+        self.registry = CollectorRegistry()
+        here: dict[str, Any] = {"registry": self.registry}
+        timed: dict[str, Any] = {"buckets": SECONDS, **here}
+        self._requests = Counter("lockstep_requests", "Requests that were answered", ["path", "status"], **here)
+        self._latency = Histogram("lockstep_request_seconds", "From request to answer", ["path"], **timed)
+        self._size = Histogram("lockstep_batch_size", "Inputs predicted together", buckets=SIZES, **here)
+        self._batch = Histogram("lockstep_batch_seconds", "Time of a forward pass", **timed)
+        self.queue = Gauge("lockstep_queue_inputs", "Inputs that wait", **here)
+
+    def record_response(self, path: str, status: int, seconds: float) -> None:
+        self._requests.labels(path, status).inc()
+        self._latency.labels(path).observe(seconds)
+
+    def record_batch(self, size: int, seconds: float) -> None:
+        self._size.observe(size)
+        self._batch.observe(seconds)
 
 
 class StillLoading(ModelError):
@@ -74,13 +124,8 @@ class ServedModel:
     def _warm_up(self) -> tuple[Predictor | Generator, Example]:
         torch.set_num_threads(self._threads)  # another thread may have set it
         model = self.load()
-        try:
+        with use_errors(f"{model.facts.title} cannot predict"):
             return model, _completion_example(model) if isinstance(model, Generator) else _prediction_example(model)
-        except LockstepError:
-            raise
-        except Exception as error:  # of torch, of onnxruntime, of a user's code
-            reason = str(error).strip().partition("\n")[0]
-            raise ModelError(f"{model.facts.title} cannot predict ({type(error).__name__}: {reason})") from error
 
     async def reload(self) -> tuple[str, str]:
         """Load the model again, then replace the current one -> the titles before and after. Raises LockstepError.
@@ -97,22 +142,12 @@ class ServedModel:
     async def _reload(self) -> tuple[str, str]:
         async with self._lock:
             before, (after, example) = self.current, await asyncio.to_thread(self._load)
-            if _kind(before) != _kind(after):
+            if (type(before), before.takes) != (type(after), after.takes):
                 takes = samples_of(after.facts.modality)
                 raise ModelError(f"{after.facts.title} takes {takes}: start another server for it")
             self.current, self.example = after, example
             self.changed()
             return before.facts.title, after.facts.title
-
-
-def _kind(model: Predictor | Generator) -> tuple[type, str]:
-    """Return the properties of a model that a server is built for."""
-    return type(model), _takes(model) if isinstance(model, Predictor) else ""
-
-
-def _takes(predictor: Predictor) -> str:
-    """Return the input: text, image or audio."""
-    return predictor.reader.modality if predictor.reader is not None else "text"
 
 
 def _prediction_example(predictor: Predictor) -> Example:
@@ -122,7 +157,7 @@ def _prediction_example(predictor: Predictor) -> Example:
         scores = predictor.scores(predictor.encode([sample] * size))
     if not finite(scores).all():
         raise ModelError(f"{predictor.facts.title} gives {scores.tolist()}, which are no predictions")
-    request = {_takes(predictor): sample if isinstance(sample, str) else base64.b64encode(sample).decode()}
+    request = {predictor.takes: sample if isinstance(sample, str) else base64.b64encode(sample).decode()}
     return request, {**predictor.answer(scores[0], sample), "model": predictor.facts.title}
 
 
@@ -130,7 +165,7 @@ def _completion_example(generator: Generator) -> Example:
     sampling = Sampling(max_tokens=16, seed=1)
     (made,) = generator.complete([PROMPT], sampling)
     request = {"prompt": PROMPT, "max_tokens": sampling.max_tokens, "seed": sampling.seed}
-    return request, generated(generator, made).model_dump()
+    return request, generator.result(made).model_dump()
 
 
 def example_input(predictor: Predictor) -> str | bytes:
@@ -150,11 +185,22 @@ def example_input(predictor: Predictor) -> str | bytes:
 
 
 class Service:
-    """The state that the routes share: model, settings, metrics."""
+    """The state that the routes share: model, settings, metrics, and what batches requests."""
+
+    batcher: Batcher | GenerationBatcher
 
     def __init__(self, model: ServedModel, settings: Settings) -> None:
         self.model, self.settings, self.metrics = model, settings, ServerMetrics()
         self.is_draining = False
+        self.start()
+        self.metrics.queue.set_function(lambda: self.batcher.depth)
+
+    def start(self) -> None:
+        """Start the threads of the batcher."""
+
+    def close(self) -> None:
+        """Answer what is queued, and accept nothing more."""
+        self.batcher.close()
 
     @property
     def example(self) -> Example:
@@ -162,35 +208,25 @@ class Service:
         request, response = self.model.example
         return request, {} if self.settings.api_key else response
 
-    def close(self) -> None:
-        """Answer what is queued, and accept nothing more."""
-
 
 class PredictionService(Service):
     """Predicts texts, images or sounds."""
 
-    def __init__(self, model: ServedModel, settings: Settings) -> None:
-        super().__init__(model, settings)
+    batcher: Batcher
+
+    def start(self) -> None:
         self.batcher = Batcher(
-            max_batch=settings.max_batch,
-            max_wait_seconds=settings.max_wait_seconds,
-            capacity=settings.queue,
+            max_batch=self.settings.max_batch,
+            max_wait_seconds=self.settings.max_wait_seconds,
+            capacity=self.settings.queue,
             workers=cores() if self.predictor.is_parallel else 1,
             on_batch=self.metrics.record_batch,
         )
-        self.metrics.watch_queue(lambda: self.batcher.depth)
-
-    def close(self) -> None:
-        self.batcher.close()
 
     @property
     def predictor(self) -> Predictor:
         assert isinstance(self.model.current, Predictor)
         return self.model.current
-
-    @property
-    def takes(self) -> str:
-        return _takes(self.predictor)
 
     async def predict(self, inputs: list[Any], field: str) -> tuple[list[dict[str, Any]], str]:
         """Return the predictions, and the title of the model. Raises InvalidInput, Full, TimeoutError."""
@@ -205,7 +241,7 @@ class PredictionService(Service):
     async def _encode(self, predictor: Predictor, inputs: list[Any], field: str) -> list[Sample]:
         """Encode the inputs without blocking other requests."""
         if predictor.reader is not None:  # one by one, so that a timeout stops it: a small file may be a large image
-            is_batch = field == f"{_takes(predictor)}s"
+            is_batch = field == f"{predictor.takes}s"
             fields = [f"{field}.{number}" for number in range(len(inputs))] if is_batch else [field]
             pairs = zip(inputs, fields, strict=True)
             return [await asyncio.to_thread(encoded_file, predictor, file, name) for file, name in pairs]
@@ -217,29 +253,29 @@ class PredictionService(Service):
 class GenerationService(Service):
     """Completes texts."""
 
-    def __init__(self, model: ServedModel, settings: Settings) -> None:
-        super().__init__(model, settings)
+    batcher: GenerationBatcher
+
+    def start(self) -> None:
         self.batcher = GenerationBatcher(
-            max_batch=settings.max_batch, capacity=settings.queue, on_batch=self.metrics.record_batch
+            max_batch=self.settings.max_batch, capacity=self.settings.queue, on_batch=self.metrics.record_batch
         )
-        self.metrics.watch_queue(lambda: self.batcher.depth)
 
-    def close(self) -> None:
-        self.batcher.close()
+    @property
+    def generator(self) -> Generator:
+        assert isinstance(self.model.current, Generator)
+        return self.model.current
 
-    def begun(self, prompt: str | list[Message], sampling: Sampling) -> tuple[Generator, Completion]:
-        """Begin a completion of the current model. Raises InvalidInput."""
-        generator = self.model.current
-        assert isinstance(generator, Generator)
+    def begun(self, generator: Generator, prompt: str | list[Message], sampling: Sampling) -> Completion:
+        """Begin a completion. Raises InvalidInput."""
         try:
-            return generator, generator.completion(prompt, sampling)
+            return generator.completion(prompt, sampling)
         except DataError as error:
             code = "context_length_exceeded" if isinstance(error, LongPrompt) else None
             raise InvalidInput([("prompt" if isinstance(prompt, str) else "messages", str(error))], code=code) from None
 
-    def pieces(self, generator: Generator, completion: Completion) -> AsyncGenerator[str]:
-        """Yield the completion, piece by piece. Raises Full, TimeoutError."""
-        return self.batcher.pieces(generator, completion, seconds=self.settings.timeout_seconds)
+    def pieces(self, generator: Generator, completions: Sequence[Completion]) -> AsyncGenerator[tuple[int, str]]:
+        """Yield the completions, piece by piece. Raises Full, TimeoutError."""
+        return self.batcher.pieces(generator, completions, seconds=self.settings.timeout_seconds)
 
 
 def service_of(model: ServedModel, settings: Settings) -> Service:
