@@ -41,9 +41,6 @@ from lockstep.training.findings import LOSS_IS, Finding
 from lockstep.training.model_checks import ModelCheck, check_lone_sample
 from lockstep.training.state import TrainState
 
-MANY_PARAMETERS = 500_000
-"""Parameters of a model from which matrix products take most of a step."""
-
 
 @dataclass(kw_only=True)
 class Components:
@@ -267,8 +264,8 @@ def start_notes(parts: Components, world: World) -> list[str]:
 
 def _precision_note(parts: Components) -> tuple[str, ...]:
     """Note that another precision is faster here, for a model whose products take most of a step. Collective."""
-    is_large = sum(each.numel() for each in parts.model.parameters()) >= MANY_PARAMETERS
-    note = broadcast_object(faster_precision(parts.recipe.train.precision, parts.device) if is_large else "")
+    parameters = sum(each.numel() for each in parts.model.parameters())
+    note = broadcast_object(faster_precision(parts.recipe.train.precision, parts.device, parameters=parameters))
     return (note,) if note else ()
 
 

@@ -24,10 +24,11 @@ def test_the_two_directions_agree_and_no_random_number_is_drawn():
 def test_it_is_said_from_a_ratio_on(precision, monkeypatch):
     other = FASTER[precision][0]
     monkeypatch.setitem(matmul_speed.FASTER, precision, (other, 0.0))
-    assert f"train.precision={other} shortens steps" in faster_precision(precision, CPU)
-    assert not faster_precision(precision, torch.device("cuda"))
+    assert f"train.precision={other} shortens steps" in faster_precision(precision, CPU, parameters=10**6)
+    assert not faster_precision(precision, CPU, parameters=10**5)
+    assert not faster_precision(precision, torch.device("cuda"), parameters=10**6)
     monkeypatch.setitem(matmul_speed.FASTER, precision, (other, float("inf")))
-    assert not faster_precision(precision, CPU)
+    assert not faster_precision(precision, CPU, parameters=10**6)
 
 
 @pytest.mark.parametrize("width", [16, 256])

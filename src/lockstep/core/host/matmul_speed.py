@@ -15,6 +15,8 @@ TOGETHER = 10
 """Products between two waits for a GPU."""
 COMPARED_SIZE, COMPARED_TIMES = 512, 3
 """Size and number of the products that compare two precisions: together about 20 ms on one core."""
+MANY_PARAMETERS = 500_000
+"""Parameters of a model from which matrix products take most of a step."""
 FASTER = {"fp32": ("bf16", 1.5), "bf16": ("fp32", 1.15), "fp16": ("fp32", 1.15)}
 """Precision -> the other that is compared, and the ratio of their speeds from which the other is worth a change: a step
 gains less than its products, since autocast converts weights and activations."""
@@ -55,9 +57,10 @@ def compare_precisions(precision: str) -> tuple[str, float]:
     return other, seconds(precision) / seconds(other)
 
 
-def faster_precision(precision: str, device: torch.device) -> str:
-    """Return a sentence that names the precision with much faster matrix products on this CPU; empty without one."""
-    if device.type != "cpu":
+def faster_precision(precision: str, device: torch.device, *, parameters: int) -> str:
+    """Return a sentence that names the precision with much faster matrix products on this CPU; empty without one, and
+    for a model of few parameters."""
+    if device.type != "cpu" or parameters < MANY_PARAMETERS:
         return ""
     other, factor = compare_precisions(precision)
     if factor < FASTER[precision][1]:

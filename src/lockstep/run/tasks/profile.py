@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host import phases
-from lockstep.core.host.matmul_speed import peak_flops
+from lockstep.core.host.matmul_speed import faster_precision, peak_flops
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.dtensors import local_tensor
@@ -140,7 +140,9 @@ class Measuring(FewTestSamples):
         measurement = StepMeasurement(request, parts, rank=task.world.rank, folder=self.request.parent)
         self.measurement = measurement
         all_gather_object(None)  # the peak is one that all ranks reach at the same time
-        measurement.found["peak_flops"] = peak_flops(task.recipe.train.precision, task.device)
+        measurement.found["peak_flops"] = peak_flops(precision := task.recipe.train.precision, task.device)
+        parameters = sum(each.numel() for each in parts.model.parameters())
+        measurement.found["faster_precision"] = faster_precision(precision, task.device, parameters=parameters)
         plain = training.steps
         training.steps = lambda start: measurement.around(plain(start))
 

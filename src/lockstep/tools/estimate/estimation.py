@@ -16,6 +16,7 @@ from rich.text import Text
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.escaping_console import wide_console
+from lockstep.core.host.matmul_speed import faster_precision
 from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
@@ -259,6 +260,9 @@ def explanation(recipe: Recipe, options: EstimateOptions, measured: MachineMeasu
         lines.append(
             f"With {measured.together} processes at once: a micro-batch {1e3 * measured.crowded.seconds.passes:.1f} ms."
         )
+    parameters = sum(each.bytes for each in facts.weights) // 4
+    if faster := faster_precision(recipe.train.precision, torch.device(facts.device), parameters=parameters):
+        lines.append(f"{faster[0].upper()}{faster[1:]}.")
     if sizes := ", ".join(str(size) for size, times in measured.trials.items() if times):
         lines.append(f"Every strategy took some steps on {sizes} processes: rest is what it needed beyond its parts.")
     if links is not None:

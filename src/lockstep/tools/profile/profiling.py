@@ -75,6 +75,8 @@ class RankProfile(BaseModel):
     peak_bytes: int
     flops: float
     peak_flops: float
+    faster_precision: str = ""
+    """What to gain by another precision on this processor; empty for nothing."""
     """Operations per second, in a matrix product at the same time as the other ranks."""
     memory: dict[str, int]
     operators: list[Operator]
@@ -165,7 +167,8 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
             f"The passes reach {computing:.0%} of what matrix products can: larger micro-batches (train.micro_batch), "
             "train.compile, or cheaper operators than those above."
         )
-    return "The time is in the model's own products: bf16 where the processor has it, or more processes."
+    faster = ranks[0].faster_precision
+    return f"The time is in the model's own products: {f'{faster}; or ' if faster else ''}more processes."
 
 
 def _slow_rank(ranks: Sequence[RankProfile]) -> RankProfile | None:

@@ -100,6 +100,8 @@ class Finder:
     budget: Budget
     report: Callable[[str], None]
     rows: dict[int, TrialRow] = field(default_factory=dict)
+    faster_precision: str = ""
+    """What to gain by another precision on this processor; empty for nothing."""
 
     def fits(self, m: int) -> bool:
         """Return whether steps with this micro-batch stay within the budget.
@@ -115,7 +117,7 @@ class Finder:
     def _try(self, m: int) -> TrialRow:
         budget = self.budget.bytes
         trial = trial_process.run(self._request(m), budget_bytes=None if self.budget.on_gpu else budget)
-        verdict, why = trial.verdict, ""
+        verdict, why, self.faster_precision = trial.verdict, "", trial.faster_precision
         is_single = m == 1 < self.recipe.train.global_batch
         if verdict == "fails":
             if not (is_single and trial.began):
@@ -199,6 +201,8 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
     lines = reasons(rows, m, global_batch=batch, processes=budget.processes)
     if recipe.data.workers:
         lines.append(f"The memory of data.workers={recipe.data.workers} comes on top of it.")
+    if faster := finder.faster_precision:
+        lines.append(f"{faster[0].upper()}{faster[1:]}.")
     for line in (*lines, WARNING):
         console.print(line, soft_wrap=True)
     return m

@@ -28,6 +28,7 @@ from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.lifetime import end_with_parent
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
+from lockstep.core.host.matmul_speed import faster_precision
 from lockstep.core.host.memory_meter import device_peak_bytes, resident_bytes
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import select
@@ -80,6 +81,8 @@ class Trial:
 
     began: bool = False
     """Whether the data is open, the model and its optimizer are built: what follows depends on the micro-batch."""
+    faster_precision: str = ""
+    """What to gain by another precision on this processor; empty for nothing."""
     out_of_memory: bool = False
     device_bytes: int = 0
     """Peak memory of the device: the process's own memory on a CPU, that of tensors on a GPU."""
@@ -200,7 +203,8 @@ def run_trial(request: TrialRequest, send: Callable[[dict[str, Any]], None]) -> 
         torch.cuda.set_per_process_memory_fraction(min(1.0, request.device_bytes / whole), device)
     with process_group.opened(world, device):
         components = build.assemble(recipe, world, device)
-        send({"began": True})
+        parameters = sum(each.numel() for each in components.model.parameters())
+        send({"began": True, "faster_precision": faster_precision(precision, device, parameters=parameters)})
         send({"losses": sweep(components, request.rates, send)} if request.rates else measure(components, request))
 
 
