@@ -15,6 +15,7 @@ from places import ROOT
 from running import lockstep
 
 from lockstep.base import plugins, trust
+from lockstep.core.host import matmul_speed
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust
 from lockstep.tools.doctor import examination
@@ -121,6 +122,19 @@ def test_a_model_and_data_that_cannot_be_had(folder):
     assert codes(samples.check(context)) + codes(built_model.check(context)) == ["LS-MODEL-01"]
     context = context_of(folder, "data.kind=user", "data.file=nowhere.py")
     assert codes(built_model.check(context)) == []
+
+
+def test_a_much_faster_precision_is_named(folder, monkeypatch):
+    """Of a large model, by the speeds that are measured here; no processor trains in tf32."""
+    gpt = ["data={kind: text, tokenizer: bytes}", "model={kind: gpt, width: 256, layers: 1}", "train.precision=bf16"]
+    monkeypatch.setitem(matmul_speed.FASTER, "bf16", ("fp32", 0.0))
+    (found,) = built_model.check(context_of(folder, *gpt))
+    assert (found.code, found.severity) == ("LS-MODEL-02", "note")
+    assert "products in fp32 are" in found.cause and found.repair.startswith("train.precision=fp32")
+    for settings in (["train.precision=bf16"], [*gpt[:2], "train.precision=tf32"]):
+        assert codes(built_model.check(context_of(folder, *settings))) == []
+    monkeypatch.setitem(matmul_speed.FASTER, "bf16", ("fp32", float("inf")))
+    assert codes(built_model.check(context_of(folder, *gpt))) == []
 
 
 def test_the_folder_of_runs(folder):

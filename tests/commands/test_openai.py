@@ -121,6 +121,7 @@ def test_a_completion(server, client, name):
             "BadRequestError",
             'response_format: {"type": "json_object"} is',
         ),
+        ({"n": 9}, "BadRequestError", "n: this server generates 8 completions at a time"),
         ({"logprobs": True}, "BadRequestError", "logprobs: true is not supported: leave it out"),
         ({"tool_choice": "required"}, "BadRequestError", 'tool_choice: "required" is not supported'),
         ({"messages": [{"role": "user"}]}, "BadRequestError", "messages.0.content: is missing"),

@@ -117,16 +117,16 @@ def test_a_killed_copy_goes_on_with_the_files_that_are_missing(store, tmp_path):
         store.put(f"many/{number:03}.bin", bytes([number]) * 5)
     (tmp_path / "copying.py").write_text(f"""
 import os
+import sys
 from pathlib import Path
 from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage
 def progress(done, total):
     if done >= 500:
         os.kill(os.getpid(), 9)
-def run(words):
-    remote_storage.local_copy(RemotePath("{at("many")}"), Path(words[0]), progress)
+remote_storage.local_copy(RemotePath("{at("many")}"), Path(sys.argv[1]), progress)
 """)
-    done = warm.run(["copying", tmp_path], cwd=tmp_path, timeout=100)
+    done = warm.run([tmp_path / "copying.py", tmp_path], cwd=tmp_path, timeout=100)
     assert done.returncode == -signal.SIGKILL
     assert len(store.downloads()) == 128
     copy = remote_storage.local_copy(at("many"), tmp_path)

@@ -97,13 +97,13 @@ def arm(folder, last):
     """For the second save, from its first operation to its last, with the deletion of the first one's checkpoint."""
     shim, start, saves = Shim(folder, last), Saving.start, []
 
-    def counted(saving, metrics):
+    def counted(saving, metrics, **more):
         saving.finish()
         saves.append(metrics)
         if len(saves) == 2:
             shim.install()
         shim.is_armed = len(saves) == 2
-        start(saving, metrics)
+        start(saving, metrics, **more)
 
     Saving.start = counted
 

@@ -1,8 +1,8 @@
 """Trial runs: a recipe with some settings changed, run in fresh processes that end with the calling command.
 
-`prove`, `estimate`, `scale` and `doctor` start theirs through the launcher, as `lockstep train` does. `tune` forks its
-own from a process that has imported everything (tune/trial_process.py): it starts many that do a few steps each, and
-they may run out of memory.
+`prove`, `estimate`, `scale`, `profile` and `doctor` start theirs through the launcher, as `lockstep train` does. `tune`
+forks its own from a process that has imported everything (tune/trial_process.py): it starts many that do a few steps
+each, and they may run out of memory.
 """
 
 import os
@@ -65,10 +65,10 @@ class TrialEnd:
     peak_bytes: int
     """Peak memory of all processes together."""
 
-    def checked(self, what: str = "") -> Self:
+    def checked(self) -> Self:
         """Return it. Raises TrialFailed where it ended with an error."""
         if self.code:
-            raise TrialFailed(self.output, self.code, what)
+            raise TrialFailed(self.output, self.code)
         return self
 
 

@@ -15,6 +15,7 @@ TOGETHER = 10
 """Products between two waits for a GPU."""
 COMPARED_SIZE, COMPARED_TIMES = 512, 3
 """Size and number of the products that compare two precisions: together about 20 ms on one core."""
+FINE_SECONDS = 1e-5
 MANY_PARAMETERS = 500_000
 """Parameters of a model from which matrix products take most of a step."""
 FASTER = {"fp32": ("bf16", 1.5), "bf16": ("fp32", 1.15), "fp16": ("fp32", 1.15)}
@@ -41,17 +42,20 @@ def mean_flops(precision: str, device: torch.device) -> float:
 def compare_precisions(precision: str) -> tuple[str, float]:
     """Return the precision to compare with on a CPU, and how many times as fast its products are on this thread's core.
 
-    What other processes do on the core does not count, and no random number is drawn.
+    What other processes do on the core does not count, where the system's clock of threads is fine enough; no random
+    number is drawn.
     """
+    is_fine = time.get_clock_info("thread_time").resolution < FINE_SECONDS
+    clock = time.thread_time if is_fine else time.perf_counter
 
     def seconds(kind: str) -> float:
         matrix = torch.full((COMPARED_SIZE, COMPARED_SIZE), 0.5, dtype=DTYPES.get(kind, torch.float32))
         times = []
         for _ in range(1 + COMPARED_TIMES):  # the first prepares the kernel
-            start = time.thread_time()
+            start = clock()
             _ = matrix @ matrix
-            times.append(time.thread_time() - start)
-        return min(times[1:])
+            times.append(clock() - start)
+        return max(min(times[1:]), FINE_SECONDS)
 
     other = FASTER[precision][0]
     return other, seconds(precision) / seconds(other)
@@ -60,7 +64,7 @@ def compare_precisions(precision: str) -> tuple[str, float]:
 def faster_precision(precision: str, device: torch.device, *, parameters: int) -> str:
     """Return a sentence that names the precision with much faster matrix products on this CPU; empty without one, and
     for a model of few parameters."""
-    if device.type != "cpu" or parameters < MANY_PARAMETERS:
+    if device.type != "cpu" or parameters < MANY_PARAMETERS or precision not in FASTER:
         return ""
     other, factor = compare_precisions(precision)
     if factor < FASTER[precision][1]:

@@ -86,9 +86,9 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
     target, file = here(target), None if options.file is None else here(options.file)
     if file is not None:
         check_file(file)
-    pairs = {each: each.partition("=") for each in overrides}
-    columns = {key: value for key, _, value in pairs.values() if file is not None and key in (TEXT, LABEL)}
-    settings = [each for each, (key, _, _) in pairs.items() if key not in columns]
+    pairs = [each.partition("=") for each in overrides]
+    columns = {key: value for key, _, value in pairs if file is not None and key in (TEXT, LABEL)}
+    settings = ["".join(pair) for pair in pairs if pair[0] not in columns]
     is_export = export_reader.is_export(target)
     if not is_export and not is_run(target):
         raise ConfigError(

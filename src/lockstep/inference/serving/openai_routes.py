@@ -159,9 +159,12 @@ class Answer:
         self.is_chat, self.asked = isinstance(asked, ChatRequest), asked
         takes_tools = generator.template is not None and generator.template.takes_tools
         self.unused = ["tools"] if isinstance(asked, ChatRequest) and asked.tools and not takes_tools else []
+        prompts, most = asked.prompts(), service.settings.queue
+        if len(prompts) * choices > most:
+            raise InvalidInput([("n", f"this server generates {most} completions at a time")])
         self.completions = [
             service.begun(generator, prompt, asked.sampling(generator, number))
-            for prompt in asked.prompts()
+            for prompt in prompts
             for number in range(choices)
         ]
         self.prompts = self.completions[::choices]

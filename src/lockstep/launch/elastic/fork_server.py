@@ -308,6 +308,8 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     with suppress(OSError):
         os.setpgid(0, 0)
     lifetime.end_with_parent("SIGKILL", server)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # a new interpreter draws other numbers, too
     for descriptor in inherited:
         os.close(descriptor)
     for number in NUMBERS:

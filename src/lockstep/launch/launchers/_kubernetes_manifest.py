@@ -120,7 +120,8 @@ def relocate(text: str, here: Path, section: Config, **launch: Any) -> Values:
     prefix = str(here).rstrip("/")
 
     def moved(value: str) -> str:
-        return section.mount + value.removeprefix(prefix) if f"{value}/".startswith(f"{prefix}/") else value
+        is_below = value and f"{value}/".startswith(f"{prefix}/")
+        return section.mount + value.removeprefix(prefix) if is_below else value
 
     recipe: Values = with_texts(yaml.load(text, Loader=YamlLoader) or {}, moved)
     for name, key, default in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):

@@ -27,8 +27,8 @@ class Note(BaseModel):
 
 
 class OwnProcess:
-    """The job is this process, which supervises the workers: each with `threads` threads, and no more than `shards` of
-    them, as more would have no work."""
+    """The job is this process, which supervises the workers: each with `threads` threads. By default no more than
+    `shards` of them, as more would have no work."""
 
     def __init__(self, config: LaunchSection, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards

@@ -49,7 +49,7 @@ class Note(BaseModel):
 
 
 class Kubernetes:
-    """Submits runs to a cluster: processes with `threads` threads each, and no more than `shards` of them."""
+    """Submits runs to a cluster: processes with `threads` threads each, by default no more than `shards`."""
 
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards

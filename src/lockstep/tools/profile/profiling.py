@@ -75,9 +75,9 @@ class RankProfile(BaseModel):
     peak_bytes: int
     flops: float
     peak_flops: float
+    """Operations per second, in a matrix product at the same time as the other ranks."""
     faster_precision: str = ""
     """What to gain by another precision on this processor; empty for nothing."""
-    """Operations per second, in a matrix product at the same time as the other ranks."""
     memory: dict[str, int]
     operators: list[Operator]
     """Most expensive operators of the traced steps."""

@@ -227,11 +227,12 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
             raise ConfigError(
                 f"--only: there is no part {part!r}{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
             )
-    with trials.forking(recipe, "prove"), ended_by_sigterm(), folder_for(keep) as folder:
+    with trials.forking(recipe, "prove"), ended_by_sigterm():
         data, report = prepared(recipe), timed_lines(console)
-        proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
-        rows = proof.rows(tuple(parts))
-        report("done")
+        with folder_for(keep) as folder:
+            proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
+            rows = proof.rows(tuple(parts))
+            report("done")
     return print_proof(rows, console)
 
 

@@ -159,7 +159,8 @@ def explanation(differences: list[MetricDifference], label: str, measures: Mappi
     if not evaluated:
         what = f"what comes with the loss ({', '.join(names)}) differs"
     figures = f"after step {first.step} it is {first.one!r}, and {first.other!r} with {label}"
-    return f"{what}: {figures}; the weights are equal. What computes it"
+    subject = "The model in evaluation" if evaluated and first.name == "loss" else "What computes it"
+    return f"{what}: {figures}; the weights are equal. {subject}"
 
 
 def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:

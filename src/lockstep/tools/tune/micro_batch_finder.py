@@ -117,7 +117,8 @@ class Finder:
     def _try(self, m: int) -> TrialRow:
         budget = self.budget.bytes
         trial = trial_process.run(self._request(m), budget_bytes=None if self.budget.on_gpu else budget)
-        verdict, why, self.faster_precision = trial.verdict, "", trial.faster_precision
+        verdict, why = trial.verdict, ""
+        self.faster_precision = trial.faster_precision or self.faster_precision
         is_single = m == 1 < self.recipe.train.global_batch
         if verdict == "fails":
             if not (is_single and trial.began):
