@@ -21,6 +21,7 @@ SMALL = {
     "language_model": ["--rounds", "1", "--steps", "12"],
     "recovery": ["--faults", "1", "--rounds", "1", "--pairs", "1", "--seconds", "1"],
     "reproducibility": ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"],
+    "scale_on_paper": [],
     "serving": ["EXPORT", "--seconds", "0.2", "--repetitions", "1"],
     "strategies": ["--rounds", "1", "--seconds", "0.2"],
 }
@@ -147,4 +148,4 @@ def test_results_name_the_commit_at_which_they_were_measured():
     for file in (BENCHMARKS / "results").glob("*.md"):
         assert re.search(r"commit [0-9a-f]{7}", file.read_text()), file
     for file in BENCHMARKS.glob("*.py"):
-        assert ("__main__" in file.read_text()) == ("import measured_at" in file.read_text()), file
+        assert ("__main__" in file.read_text()) == ("from measured_at import" in file.read_text()), file
