@@ -40,6 +40,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 folder, port, kind = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+longest = min(128, model.config.max_position_embeddings)
 app = FastAPI()
 
 
@@ -48,7 +49,7 @@ class Request(BaseModel):
 
 
 def answer(request):
-    inputs = tokenizer(request.text, truncation=True, max_length=128, return_tensors="pt")
+    inputs = tokenizer(request.text, truncation=True, max_length=longest, return_tensors="pt")
     with torch.no_grad():
         probabilities = model(**inputs).logits.softmax(-1)[0]
     best = int(probabilities.argmax())

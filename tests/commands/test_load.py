@@ -56,8 +56,10 @@ class Crowd:
     async def client(self):
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         while time.monotonic() < self.end:
-            if next(self.numbers) % BAD_ONE_IN == 0:
+            if next(self.numbers) % BAD_ONE_IN == 0:  # for seconds, in which the server may close what is idle
+                writer.close()
                 await self.misbehave()
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             index = random.randrange(len(self.texts))
             status, body = await ask(reader, writer, request_of(self.texts[index]))
             self.answers.append((index, status, body))

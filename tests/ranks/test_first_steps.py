@@ -169,7 +169,6 @@ def without_a_look(config):
             "PythonDice",
             "Counting",
             "Queue",
-            "Renormed",
             "Remembering",
             "FileCounting",
         )

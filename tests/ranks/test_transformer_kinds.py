@@ -93,7 +93,7 @@ def test_other_kinds_have_the_same_bits_and_are_exported(ranks, minilm, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    ids = {"vocab_size": len(tokenizer) + 1, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
     AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **ids, **KINDS[kind])).save_pretrained(
         folder
     )
@@ -176,7 +176,11 @@ def test_parts_that_a_classifier_has_no_use_for_are_not_trained(ranks, minilm, t
         parallel = {"kind": strategy, **({"stages": 2} if strategy == "pipeline" else {})}
         recipe = recipe_in(tmp_path, strategy, model="model") | {"parallel": parallel}
         recipe["model"] |= {"adapter": adapter} if adapter else {}
-        found.append(ranks(world, run_on_rank, recipe)[0]["digest"])
+        summary = ranks(world, run_on_rank, recipe)[0]
+        if strategy == "pipeline" and kind != "big_bird":  # the part is a block of its own, which no stage enters
+            assert f"leaves out network.{kind}." in summary
+        else:
+            found.append(summary["digest"])
     assert len({*found}) == 1
 
 

@@ -68,7 +68,7 @@ def launch(config, processes, restarts):
     recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
     launcher = launch_run.build_launcher(recipe)
     plan = launcher.plan(Request(recipe=Path(config)))
-    plan = replace(plan, argv=(sys.executable, __file__, *plan.module[1:]))
+    plan = replace(plan, argv=(sys.executable, __file__, *plan.argv[plan.argv.index("-m") + 2 :]))
     try:
         return launcher.run(plan, recipe.folder / "logs")
     except Interrupted as error:

@@ -200,6 +200,7 @@ def run(
     storage.write(folder / OUTPUT, "")
     launcher = trial_processes.start(LAUNCHER, arguments, folder / OUTPUT)
     code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
+    look()
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)
 
