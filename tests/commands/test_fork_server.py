@@ -151,3 +151,28 @@ def test_a_worker_that_has_just_exited_can_still_be_ended(tmp_path):
     (tmp_path / "launcher.py").write_text(LEAVES)
     done = subprocess.run([sys.executable, "launcher.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.stdout == "exit code 3\n", done.stderr
+
+
+DRAWS = """
+import os, sys, time
+import numpy
+from lockstep.launch.elastic.fork_server import ForkServer, WorkerStart
+
+sys.path.insert(0, os.getcwd())
+server = ForkServer(["draws"])
+assert server.is_ready()
+for _ in range(2):
+    start = WorkerStart(module="draws", arguments=(), environment=None, outputs={}, began=time.time())
+    assert server.fork(start).wait(60) == 0
+server.close()
+"""
+
+
+def test_forked_processes_draw_other_numbers_as_new_interpreters_do(tmp_path):
+    """Else trials of a proof would agree on what a user's file draws without a seed."""
+    (tmp_path / "draws.py").write_text(
+        "from numpy import random\ndef run(arguments):\n    print(random.rand())\n    raise SystemExit\n"
+    )
+    (tmp_path / "launcher.py").write_text(DRAWS)
+    done = subprocess.run([sys.executable, "launcher.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert len({*done.stdout.split()}) == 2, done.stdout + done.stderr

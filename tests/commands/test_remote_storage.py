@@ -116,8 +116,7 @@ def test_a_killed_copy_goes_on_with_the_files_that_are_missing(store, tmp_path):
     for number in range(200):
         store.put(f"many/{number:03}.bin", bytes([number]) * 5)
     (tmp_path / "copying.py").write_text(f"""
-import os
-import sys
+import os, sys
 from pathlib import Path
 from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage

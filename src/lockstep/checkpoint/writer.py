@@ -156,9 +156,9 @@ class Writer:
         used: Mapping[str, str] | None = None,
         is_last: bool = False,
     ) -> None:
-        """Copy this rank's share and start to write it; the tensors may change as soon as this returns, but for the
-        last save, which copies only what it has to. `used`: the weights of the digest, name -> name in `tensors`; all
-        of model.* if not given."""
+        """Copy this rank's share and start to write it; the tensors may change as soon as this returns. With `is_last`
+        they must stay as they are until it is written: only GPU and non-contiguous tensors are copied then. `used`: the
+        weights of the digest, name -> name in `tensors`; all of model.* if not given."""
         assert self.pending is None, "call finished() first"
         begin = time.monotonic()
         if self.warming is not None:

@@ -263,7 +263,7 @@ def start_notes(parts: Components, world: World) -> list[str]:
 
 
 def _precision_note(parts: Components) -> tuple[str, ...]:
-    """Note that another precision is faster here, for a model whose products take most of a step. Collective."""
+    """Note that another precision is much faster on this processor, if so. Collective."""
     parameters = sum(each.numel() for each in parts.model.parameters())
     note = broadcast_object(faster_precision(parts.recipe.train.precision, parts.device, parameters=parameters))
     return (note,) if note else ()

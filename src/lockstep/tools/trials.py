@@ -39,7 +39,7 @@ TAIL_LINES = 40
 LAUNCHER = "lockstep.tools.trial_launcher"
 OUTPUT = "output.log"
 STAGES = "stages"
-"""File with a line for each stage of a trial that has begun."""
+"""File with a line for each stage of a trial, written when the stage begins."""
 RESULT = "rank-{}.json"
 """File with what a rank has measured."""
 
@@ -188,19 +188,22 @@ def run(
     arguments = (str(recipe_file), str(processes), task, str(request_file), *trust.arguments())
     known = 0
 
-    def look() -> None:
+    def report_stages() -> None:
         nonlocal known
-        poll()
         with suppress(FileNotFoundError):
             stages = (folder / STAGES).read_text(encoding="utf-8").split("\n")[known:-1]  # the last may not be whole
             known += len(stages)
             for stage in stages:
                 report(stage)
 
+    def look() -> None:
+        poll()
+        report_stages()
+
     storage.write(folder / OUTPUT, "")
     launcher = trial_processes.start(LAUNCHER, arguments, folder / OUTPUT)
     code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
-    look()
+    report_stages()
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)
 

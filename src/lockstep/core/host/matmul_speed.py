@@ -17,7 +17,7 @@ COMPARED_SIZE, COMPARED_TIMES = 512, 3
 """Size and number of the products that compare two precisions: together about 20 ms on one core."""
 FINE_SECONDS = 1e-5
 MANY_PARAMETERS = 500_000
-"""Parameters of a model from which matrix products take most of a step."""
+"""Fewest parameters of a model for which precisions are compared: steps of small ones are mostly other work."""
 FASTER = {"fp32": ("bf16", 1.5), "bf16": ("fp32", 1.15), "fp16": ("fp32", 1.15)}
 """Precision -> the other that is compared, and the ratio of their speeds from which the other is worth a change: a step
 gains less than its products, since autocast converts weights and activations."""

@@ -222,7 +222,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
             with suppress(BaseException):  # the worker raises it again
                 importlib.import_module(name)
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False  # no worker removes what all share; torch's finalizers would take 40 ms
+            finalizer.atexit = False  # no worker removes what all share
         gc.freeze()  # else the first collection in each worker would copy all of this memory
         gc.enable()
         launcher.send(None)
@@ -308,8 +308,8 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     with suppress(OSError):
         os.setpgid(0, 0)
     lifetime.end_with_parent("SIGKILL", server)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # a new interpreter draws other numbers, too
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()  # a new interpreter draws other numbers, too
     for descriptor in inherited:
         os.close(descriptor)
     for number in NUMBERS:

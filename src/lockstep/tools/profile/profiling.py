@@ -77,7 +77,7 @@ class RankProfile(BaseModel):
     peak_flops: float
     """Operations per second, in a matrix product at the same time as the other ranks."""
     faster_precision: str = ""
-    """What to gain by another precision on this processor; empty for nothing."""
+    """Sentence on a much faster precision of this processor; empty without one."""
     memory: dict[str, int]
     operators: list[Operator]
     """Most expensive operators of the traced steps."""

@@ -101,7 +101,7 @@ class Finder:
     report: Callable[[str], None]
     rows: dict[int, TrialRow] = field(default_factory=dict)
     faster_precision: str = ""
-    """What to gain by another precision on this processor; empty for nothing."""
+    """Sentence on a much faster precision of this processor; empty without one."""
 
     def fits(self, m: int) -> bool:
         """Return whether steps with this micro-batch stay within the budget.

@@ -82,7 +82,7 @@ class Trial:
     began: bool = False
     """Whether the data is open, the model and its optimizer are built: what follows depends on the micro-batch."""
     faster_precision: str = ""
-    """What to gain by another precision on this processor; empty for nothing."""
+    """Sentence on a much faster precision of this processor; empty without one."""
     out_of_memory: bool = False
     device_bytes: int = 0
     """Peak memory of the device: the process's own memory on a CPU, that of tensors on a GPU."""
