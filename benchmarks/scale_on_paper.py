@@ -10,10 +10,11 @@ The row with the fewest GPUs gives the share of the peak that its passes reach; 
     bytes of a micro-batch: the weights twice in bf16, the gradients once in fp32 (bf16 where a row says so)
 
 A ring over several machines sends with all network cards of a machine together, so that each byte crosses each of them
-once per machine; its hops are one per GPU. In the tree's order (run.reproducibility=exact), gradients are exchanged
-from every GPU to every GPU: each sends nearly all of its gradient through its own card, which is G times as much for G
-GPUs on a machine, in messages of one hop. "By machine" would first add in the tree within the machine, and then
-exchange a G-th between machines. The latency is that of one hop with NCCL; 6 microseconds fit Fernandez et al.
+once per machine; its hops are one per GPU. In the tree's order (run.reproducibility=exact), gradients could be
+exchanged from every GPU to every GPU: each would send nearly all of its gradient through its own card, G times as much
+for G GPUs on a machine, in messages of one hop. Lockstep works "by machine": it first adds in the tree within the
+machine, and then exchanges a G-th between machines. The latency is that of one hop with NCCL; 6 microseconds fit
+Fernandez et al.
 """
 
 import argparse

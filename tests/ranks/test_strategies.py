@@ -13,6 +13,8 @@ from torch import nn
 from lockstep.base import plugins
 from lockstep.base.errors import LockstepError
 from lockstep.core.numerics.seeds import seed_all
+from lockstep.core.reduction import reduce_scatter
+from lockstep.parallel.strategies import _fsdp
 
 LAYOUTS = {
     "single": [(1, {})],
@@ -32,6 +34,35 @@ LAYOUTS = {
 }
 """Strategy -> (processes, settings); a mesh of 2 x 2 among them. tensor keeps to a tolerance: see test_tensor.py."""
 assert LAYOUTS.keys() == set(plugins.names("parallel.strategies"))
+
+
+def trained_on_machines(machine_of, *args):
+    """Train as ranks of several machines -> (state of each step, number of exchanges between machines)."""
+    usual, count = (_fsdp.this_machine, reduce_scatter.added_by_machine), 0
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return usual[1](*args)
+
+    _fsdp.this_machine, reduce_scatter.added_by_machine = lambda: machine_of[dist.get_rank()], counted
+    try:
+        return trained(*args), count
+    finally:
+        _fsdp.this_machine, reduce_scatter.added_by_machine = usual
+
+
+@pytest.mark.parametrize(
+    ("machine_of", "config"),
+    [("aabb", {}), ("abab", {}), ("aabbccdd", {"replicas": 2}), ("aabb", {"replicas": 2}), ("aab", {})],
+)
+def test_machines_that_add_first_give_the_bits_of_one_process(ranks, machine_of, config):
+    (expected,) = ranks(1, trained, "images", "single", {}, {})
+    of_replica = machine_of[: len(machine_of) // config.get("replicas", 1)]
+    has_table = len(of_replica) == 4
+    for found, count in ranks(len(machine_of), trained_on_machines, machine_of, "images", "fsdp", config, {}):
+        assert found == expected
+        assert bool(count) == has_table
 
 
 RECOMPUTED, SCALED = {"precision": "bf16", "recompute": True}, {"precision": "fp16"}

@@ -1,4 +1,5 @@
-"""Ranks of one machine add in shared memory: the tree's bits in every layout, and nothing left behind."""
+"""Ranks of one machine add with each other first, in shared memory where they can: the tree's bits in every layout, and
+nothing left behind."""
 
 import gc
 import os
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.reduction import transport as shared_memory
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.transport import SharedMemoryTransport, this_machine, topology
+from lockstep.core.reduction.topology import this_machine, topology
+from lockstep.core.reduction.transport import MachineFirstTransport, SharedMemoryTransport
 from lockstep.core.reduction.tree import TreeSum, tree_sum
 from lockstep.parallel.strategies._ddp import CommThread
 
@@ -75,6 +77,55 @@ def test_more_ranks_than_shards(ranks):
     expected = [tree_sum(rows_of(3, 10, torch.float32), present) for present in case[1]]
     for found, _ in ranks(5, sum_on_rank, [0] * 5, case, 10, torch.float32):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def machine_first_on_rank(machine_of, case, numbers, dtype):
+    """Finish the tree for a few steps as GPUs of several machines do -> (the sums, bytes sent to another machine)."""
+    shards, presents = case
+    rank, world = dist.get_rank(), dist.get_world_size()
+    table = topology(f"machine {machine_of[rank]}", has_single=False)
+    if table is None:
+        return None
+    transport, sent, send = MachineFirstTransport(world_group(), table), 0, dist.isend
+
+    def counted(tensor, *args, **kwargs):
+        nonlocal sent
+        sent += tensor.nbytes
+        return send(tensor, *args, **kwargs)
+
+    dist.isend = counted  # what is exchanged within a machine is no message but a collective
+    try:
+        owned = [frozenset(range(r * shards // world, (r + 1) * shards // world)) for r in range(world)]
+        rows, found = rows_of(shards, numbers, dtype), []
+        for present in presents:
+            all_reduce = AllReduce(owned, present, world_group())
+            own = TreeSum(present, all_reduce.nodes[rank])
+            for shard in sorted(owned[rank] & present):
+                own.add((shard, 1), rows[shard].clone())
+            slots = [own.partials[node] for node in all_reduce.nodes[rank]]
+            found.append(transport.sum(0, slots or [torch.empty(numbers, dtype=dtype)], all_reduce).clone())
+    finally:
+        dist.isend = send
+    return found, sent
+
+
+@pytest.mark.parametrize("machine_of", [[0, 0, 1, 1], [1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]], ids=str)
+@pytest.mark.parametrize(("numbers", "dtype"), [(1, torch.float32), (1001, torch.bfloat16)], ids=str)
+def test_what_machines_add_first_has_the_trees_bits(ranks, machine_of, numbers, dtype):
+    case = 13, [frozenset(range(13)), frozenset({0, 3, 4}), frozenset({12})]
+    expected = [tree_sum(rows_of(13, numbers, dtype), present) for present in case[1]]
+    for found, _ in ranks(len(machine_of), machine_first_on_rank, machine_of, case, numbers, dtype):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_rank_sends_its_share_of_a_bucket_to_other_machines(ranks):
+    case = 8, [frozenset(range(8))]
+    for _, sent in ranks(4, machine_first_on_rank, [0, 0, 1, 1], case, 1000, torch.float32):
+        assert sent == 2 * 4 * 1000 // 4  # half of half a bucket to the other machine, and its sum back
+
+
+def test_a_single_machine_has_none_to_add_before(ranks):
+    assert ranks(2, machine_first_on_rank, [0, 0], (4, []), 1, torch.float32) == [None] * 2
 
 
 def failing(*_):

@@ -88,16 +88,26 @@ class AllReduce:
 
     def _collective(self, partials: Sequence[Tensor]) -> Tensor:
         """Use an all-to-all and an all-gather, which NCCL runs on a stream; chunks are padded to one size."""
-        count, numel = len(self.local_nodes), partials[0].numel()
-        width = -(-numel // self.size)
-        padded = [F.pad(partial, (0, width * self.size - numel)) for partial in partials[:count]]
+        return self.gather(self._tree_sum(self.exchange(partials)), partials[0].numel())
+
+    def width(self, numel: int) -> int:
+        """Return the number of elements of a chunk."""
+        return -(-numel // self.size)
+
+    def exchange(self, partials: Sequence[Tensor]) -> dict[Node, Tensor]:
+        """Send each rank its chunk of this rank's partial sums -> this rank's chunk of every rank's nodes."""
+        count, width = len(self.local_nodes), self.width(partials[0].numel())
+        padded = [F.pad(partial, (0, width * self.size - partial.numel())) for partial in partials[:count]]
         rows = torch.stack(padded) if padded else partials[0][:0]
         send = rows.view(count, self.size, width).transpose(0, 1).reshape(-1)
         counts = [len(nodes) for nodes in self.nodes]
         received = partials[0].new_empty(sum(counts) * width)
         dist.all_to_all_single(received, send, [c * width for c in counts], [count * width] * self.size, self.group)
         nodes = [node for nodes in self.nodes for node in nodes]
-        total = self._tree_sum(dict(zip(nodes, received.view(-1, width), strict=True)))
-        result = partials[0].new_empty(width * self.size)
-        dist.all_gather_into_tensor(result, total.contiguous(), group=self.group)
+        return dict(zip(nodes, received.view(-1, width), strict=True))
+
+    def gather(self, chunk: Tensor, numel: int) -> Tensor:
+        """Gather every rank's chunk -> [numel]."""
+        result = chunk.new_empty(chunk.numel() * self.size)
+        dist.all_gather_into_tensor(result, chunk.contiguous(), group=self.group)
         return result[:numel]

@@ -14,7 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.base.errors import ModelError
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.tree import TreeSum
+from lockstep.core.reduction.topology import Topology
+from lockstep.core.reduction.tree import Node, TreeSum, cover
 
 WAIT = "the reduce-scatter of gradients"
 
@@ -23,11 +24,13 @@ class Rounds:
     """The rounds of a step: in each, every one of the S ranks runs one micro-batch, or a ghost.
 
     `all_reduce` is over the replicas of this rank's rows; `shards`: round -> shard of each of the S ranks, None for a
-    ghost.
+    ghost; `machines`: of the S ranks, where they add within machines first.
     """
 
-    def __init__(self, all_reduce: AllReduce, shards: Sequence[Sequence[int | None]]) -> None:
-        self.all_reduce, self.shards = all_reduce, shards
+    def __init__(
+        self, all_reduce: AllReduce, shards: Sequence[Sequence[int | None]], machines: Topology | None = None
+    ) -> None:
+        self.all_reduce, self.shards, self.machines = all_reduce, shards, machines
         self.number = 0
 
     @property
@@ -61,6 +64,8 @@ class TreeReduceScatter(ReduceScatter):
         vars(self).pop("rounds", None)
         self.trees: dict[torch.dtype | None, TreeSum] = {}
         self.rows: Tensor | None = None
+        self.nodes: Sequence[Node | None] = ()
+        """Node of each row, None for a ghost."""
         self.finished: dict[torch.dtype | None, tuple[Rounds, int]] = {}
         """Dtype -> the last round for which FSDP has passed gradients of it."""
 
@@ -71,11 +76,18 @@ class TreeReduceScatter(ReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        """Exchange gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], not added or averaged."""
-        received = torch.empty_like(input_tensor)
+        """Exchange gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], not added or averaged, or of
+        every machine's partial sums."""
         with waiting_in(WAIT):
+            if self.rounds.machines is not None:
+                self.nodes, self.rows = added_by_machine(self.rounds, self.rounds.machines, input_tensor)
+                return
+            received = torch.empty_like(input_tensor)
             dist.all_to_all_single(received, input_tensor, group=group)
-        self.rows = received.view(group.size(), -1)
+        self.nodes, self.rows = self._shards_as_nodes(), received.view(group.size(), -1)
+
+    def _shards_as_nodes(self) -> list[Node | None]:
+        return [None if shard is None else (shard, 1) for shard in self.rounds.current]
 
     def finish(self, output: Tensor) -> None:
         """Add this round's rows to the tree; in the last round write the sum over all shards to `output` [n].
@@ -90,13 +102,14 @@ class TreeReduceScatter(ReduceScatter):
         if self.part not in self.trees:
             self.trees[self.part] = TreeSum(rounds.all_reduce.present, rounds.all_reduce.local_nodes)
         tree = self.trees[self.part]
-        for shard, row in zip(rounds.current, output[None].clone() if rows is None else rows, strict=True):
-            if shard is not None:
-                tree.add((shard, 1), row)
+        nodes, parts = (self._shards_as_nodes(), output[None].clone()) if rows is None else (self.nodes, rows)
+        for node, row in zip(nodes, parts, strict=True):
+            if node is not None:
+                tree.add(node, row)
         self.rows = None
         if rounds.is_last:
-            nodes = rounds.all_reduce.local_nodes
-            partials = [partial for node in nodes if (partial := tree.take(node)) is not None]
+            targets = rounds.all_reduce.local_nodes
+            partials = [partial for node in targets if (partial := tree.take(node)) is not None]
             with waiting_in(WAIT):
                 output.copy_(rounds.all_reduce.sum(partials or [torch.zeros_like(output)]))
             del self.trees[self.part]
@@ -114,6 +127,28 @@ class TreeReduceScatter(ReduceScatter):
                 "needs blocks that run once: let blocks() name what is around it instead, or use parallel.kind=ddp"
             )
         self.finished[self.part] = self.rounds, self.rounds.number
+
+
+def added_by_machine(rounds: Rounds, table: Topology, gradients: Tensor) -> tuple[list[Node], Tensor]:
+    """Exchange gradients [S * n] within each machine, add its shards in the tree, and exchange the partial sums between
+    machines -> nodes of the round, and this rank's rows of them [nodes, n]. S = M machines * L ranks."""
+    present, current, machines = rounds.all_reduce.present, rounds.current, table.machines
+    shards = [frozenset(shard for rank in ranks if (shard := current[rank]) is not None) for ranks in machines]
+    nodes = [cover(each, present) if each else () for each in shards]
+    rows = gradients.view(len(current), -1)
+    sent = torch.stack([rows[rank] for column in zip(*machines, strict=True) for rank in column])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=table.row_group)
+    total = TreeSum(present, nodes[table.row])
+    for rank, part in zip(table.ranks, received.view(len(table.ranks), len(machines), -1), strict=True):
+        if (shard := current[rank]) is not None:
+            total.add((shard, 1), part)
+    own = [total.partials[node] for node in nodes[table.row]]
+    partials = torch.stack(own, 1).flatten(0, 1) if own else sent[:0]
+    counts = [len(each) for each in nodes]
+    rows = sent.new_empty(sum(counts), sent.shape[1])
+    dist.all_to_all_single(rows, partials, counts, [len(own)] * len(machines), group=table.column_group)
+    return [node for each in nodes for node in each], rows
 
 
 class BackendReduceScatter(TreeReduceScatter):

@@ -1,14 +1,13 @@
-"""Reduction of the partial sums of a bucket: over the network, or in memory that the ranks of a machine share.
+"""Reduction of the partial sums of a bucket: over the network, within machines first, or in memory that the ranks of a
+machine share.
 
 n = elements of a bucket, L = ranks of a machine.
 """
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,52 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.distributed.collectives import all_gather_object
-from lockstep.core.distributed.process_group import further_group, own_group, world_group
+from lockstep.core.distributed.process_group import further_group, world_group
 from lockstep.core.reduction.all_reduce import AllReduce
+from lockstep.core.reduction.topology import Topology, this_machine, topology
 from lockstep.core.reduction.tree import TreeSum
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """M machines with L ranks each, as a table: each row is a machine."""
-
-    machines: tuple[tuple[int, ...], ...]
-    """Ranks of each machine, [M][L]."""
-    column: int
-    """This rank's index on its machine, 0..L-1."""
-    row_group: dist.ProcessGroup
-    """Ranks of this rank's machine."""
-    column_group: dist.ProcessGroup
-    """Ranks with the same index on each machine."""
-
-
-def topology(machine: str) -> Topology | None:
-    """Compute the topology from each rank's machine name; None if no two ranks share a machine, or machines have
-    different numbers of ranks. Collective."""
-    names = all_gather_object(machine)
-    machines = tuple(tuple(rank for rank, name in enumerate(names) if name == each) for each in dict.fromkeys(names))
-    width = len(machines[0])
-    if width == 1 or any(len(ranks) != width for ranks in machines):
-        return None
-    row_group = own_group(machines, backend="gloo")
-    column_group = own_group([*zip(*machines, strict=True)], backend="gloo")
-    rank = dist.get_rank()
-    column = next(ranks.index(rank) for ranks in machines if rank in ranks)
-    return Topology(machines=machines, column=column, row_group=row_group, column_group=column_group)
-
-
-def this_machine() -> str:
-    """Return a name that is equal for two processes of one machine that can see each other: a container with its own
-    network or PID namespace counts as a machine."""
-    unique = f"process {os.getpid()} of rank {dist.get_rank()}"
-    if sys.platform != "linux":
-        return unique
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
-    except OSError:
-        return unique
-
 
 BLOCK = 1 << 17
 """Elements that are added at once: a few times 512 KiB stay in a core's cache."""
@@ -90,21 +47,48 @@ class NetworkTransport:
         return all_reduce.sum(slots)
 
 
-class SharedMemoryTransport(NetworkTransport):
-    """Each rank of a machine adds 1/L of the bucket in shared memory; then the machines all-reduce the results.
+class MachineFirstTransport(NetworkTransport):
+    """Each rank of a machine adds 1/L of the bucket for all of them; then the machines all-reduce the results.
 
-    DDP's own buckets are moved into shared memory, so that nothing is copied.
+    Between machines 1/L of what `NetworkTransport` sends.
     """
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
         super().__init__(group)
-        self.neighbours = neighbours
-        self.ranks = next(ranks for ranks in neighbours.machines if dist.get_rank() in ranks)
+        self.neighbours, self.ranks = neighbours, neighbours.ranks
+        self._machine_reductions: dict[AllReduce, AllReduce] = {}
+
+    def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
+        """Do as `NetworkTransport.sum`."""
+        machines = self._between_machines(all_reduce)
+        here = AllReduce([all_reduce.owned[rank] for rank in self.ranks], all_reduce.present, self.neighbours.row_group)
+        total = TreeSum(all_reduce.present, machines.local_nodes)
+        for node, part in here.exchange(slots).items():
+            total.add(node, part)
+        numel = slots[0].numel()
+        own = [total.partials[node] for node in machines.local_nodes]
+        return here.gather(machines.sum(own or [slots[0].new_zeros(here.width(numel))]), numel)
+
+    def _between_machines(self, all_reduce: AllReduce) -> AllReduce:
+        """Return the all-reduce between machines, each of which owns the shards of its ranks."""
+        if all_reduce not in self._machine_reductions:
+            owned = [
+                frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
+                for ranks in self.neighbours.machines
+            ]
+            self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.column_group)
+        return self._machine_reductions[all_reduce]
+
+
+class SharedMemoryTransport(MachineFirstTransport):
+    """Adds within a machine in shared memory. DDP's own buckets are moved there, so that nothing is copied."""
+
+    def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
+        super().__init__(group, neighbours)
         self.rows: dict[int, list[list[Tensor]]] = {}
         """bucket -> slots of each rank of this machine; empty where they could not be shared."""
         self.own: dict[int, list[Tensor]] = {}
         """bucket -> slots of this rank."""
-        self._machine_reductions: dict[AllReduce, AllReduce] = {}
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
         """Do as `NetworkTransport.slots`, in shared memory. All ranks share a new bucket at the same time."""
@@ -121,7 +105,7 @@ class SharedMemoryTransport(NetworkTransport):
         """Do as `NetworkTransport.sum`; the result is in the first slot of every rank."""
         rows, column = self.rows[bucket], self.neighbours.column
         if not rows:
-            return super().sum(bucket, slots, all_reduce)
+            return all_reduce.sum(slots)
         dist.barrier(self.neighbours.row_group)
         count = slots[0].numel()
         low, high = (count * edge // len(rows) for edge in (column, column + 1))
@@ -143,16 +127,6 @@ class SharedMemoryTransport(NetworkTransport):
             target = row[0][block]
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
-
-    def _between_machines(self, all_reduce: AllReduce) -> AllReduce:
-        """Return the all-reduce between machines, each of which owns the shards of its ranks."""
-        if all_reduce not in self._machine_reductions:
-            owned = [
-                frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
-                for ranks in self.neighbours.machines
-            ]
-            self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.column_group)
-        return self._machine_reductions[all_reduce]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
         """Return the slots of every rank of this machine; none, on all ranks of all machines, where any cannot
@@ -202,7 +176,10 @@ def transport(device: torch.device) -> NetworkTransport:
 
     On Gloo it has a process group of its own, because its thread runs beside other collectives.
     """
-    if device.type == "cuda" or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         return NetworkTransport(world_group())
+    if device.type == "cuda":
+        neighbours = topology(this_machine(), backend=None, has_single=False)
+        return MachineFirstTransport(world_group(), neighbours) if neighbours else NetworkTransport(world_group())
     group, neighbours = further_group(), topology(this_machine())
     return SharedMemoryTransport(group, neighbours) if neighbours else NetworkTransport(group)

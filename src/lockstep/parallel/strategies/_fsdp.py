@@ -22,6 +22,7 @@ from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
+from lockstep.core.reduction.topology import this_machine, topology
 from lockstep.core.reduction.tree import Shards, alone, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
@@ -39,6 +40,9 @@ from lockstep.parallel.fsdp_units import (
 from lockstep.parallel.micro_batches import MicroBatches
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.strategies.fsdp import Config
+
+MOST_WITHOUT_TABLE = 3
+"""Number of ranks up to which there are no two machines of two ranks."""
 
 
 class FullyShardedDataParallel(Sharded):
@@ -96,6 +100,10 @@ class FullyShardedDataParallel(Sharded):
         self.replica, self.shard_rank = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
+        self.machines = None
+        if self.exact and size > MOST_WITHOUT_TABLE and dist.get_backend() != "fake":
+            sets = torch.arange(dist.get_world_size()).view(sizes).tolist()
+            self.machines = topology(this_machine(), sets=sets, backend=None, has_single=False)
         return mesh["shard"]
 
     def _place_again(self) -> nn.Module:
@@ -173,7 +181,8 @@ class FullyShardedDataParallel(Sharded):
         assignment = self._assignment(shards, present)
         of_rank = [[frozenset(s for s in own if s is not None) for own in replica] for replica in assignment]
         of_replica = [frozenset[int]().union(*replica) for replica in of_rank]
-        rounds = Rounds(AllReduce(of_replica, present, self.across), list(zip(*assignment[self.replica], strict=True)))
+        by_round = list(zip(*assignment[self.replica], strict=True))
+        rounds = Rounds(AllReduce(of_replica, present, self.across), by_round, self.machines)
         self.rounds = rounds
         for scatter in self.scatters:
             scatter.rounds = rounds
