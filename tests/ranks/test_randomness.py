@@ -194,6 +194,19 @@ def test_a_block_draws_the_same_whoever_runs_the_others():
     assert not set(blocks[0].drawn[-1]) & set(first[0])
 
 
+def test_each_step_and_shard_draws_numbers_of_its_own_outside_of_blocks():
+    block, drawn = Drawing(), list[float]()
+    randomness = Randomness(5)
+    randomness.watch([block])
+    for step, shard in [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]:
+        randomness.at(step, shard)
+        drawn.append(torch.rand(1).item())
+        block(torch.ones(1))
+        drawn.append(torch.rand(1).item())
+    assert drawn[:2] == drawn[-2:]
+    assert len(set(drawn)) == 8
+
+
 def test_recomputation_draws_the_same():
     """Activation checkpointing enters a block again in the backward pass; without the library's own help."""
     block, x = Drawing(), torch.ones(1, requires_grad=True)
