@@ -59,6 +59,7 @@ from lockstep.observe.watch.screen import screen
 from lockstep.recipe import recipe
 from lockstep.run import api
 from lockstep.tools.compare import comparison
+from lockstep.tools.gate import gate_diff, gating, golden_file
 from lockstep.tools.sweep import sweep_state, sweep_table
 from lockstep.training import steering
 
@@ -172,6 +173,36 @@ SWEEP = (
     b'"working_folder":"/","trials":[{"number":1,"settings":{"optim.lr":0.1},"state":"finished","value":0.5,"loss":0.5,'
     b'"seconds":1.5,"digest":"ab","evaluations":[{"step":1,"value":0.5,"loss":0.5}]},{"number":2,"settings":{}}]}'
 )
+
+
+GOLDEN = {
+    "kind": "lockstep gate",
+    "version": 1,
+    "lockstep": "0.1.0",
+    "numeric": {"optim.lr": 0.1},
+    "digest": "a1",
+    "chain": ["b2"],
+    "numbers": [{"loss": 2.5, "gradient_norm": None}, {}],
+    "lines": [
+        {"kind": "weights", "step": 0, "tensors": {"a.weight": "c3"}},
+        {"kind": "batch", "step": 0, "samples": [3, 1], "columns": {"image": "d4"}},
+        {"kind": "call", "step": 0, "name": "a", "inputs": "e5", "hash": "f6"},
+        {"kind": "gradient", "step": 0, "name": "a.weight", "hash": "a7"},
+        {"kind": "sum", "step": 0, "tensors": {"a.weight": "b8"}},
+        {"kind": "weights", "step": 1, "tensors": {"a.weight": "c9"}},
+    ],
+}
+RECORDED = golden_file.Golden.model_validate({**GOLDEN, "modules": {"a": "a (A, a.py:3)"}})
+
+
+@target(damaged(json.dumps(GOLDEN, indent=0).encode()))
+def golden_files(folder, data):
+    """What gate reads and compares, without the checksum that would find each damage."""
+    (folder / "golden.json").write_bytes(data)
+    golden = golden_file.read(folder / "golden.json")
+    gate_diff.difference(golden, RECORDED)
+    gate_diff.farthest(golden, RECORDED)
+    gating.changes(golden.numeric, RECORDED.numeric)
 
 
 @target(damaged(SWEEP))

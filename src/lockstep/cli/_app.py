@@ -19,7 +19,7 @@ PANELS = {
     "Train": ["train", "sweep", "cancel", "resize", "checkpoints"],
     "Watch": ["status", "watch", "logs", "report"],
     "Use a model": ["evaluate", "export", "predict", "serve"],
-    "Understand": ["compare", "prove", "profile"],
+    "Understand": ["compare", "prove", "gate", "profile"],
     "Plan": ["doctor", "estimate", "scale", "tune"],
 }
 """Panels of the help, and their commands in order; others follow by name in the panel "More"."""

@@ -6,29 +6,36 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lockstep.base import config, storage
+from lockstep.base import config, storage, templates
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.cli._common import console, reports_errors, shipped_folder
 
 EXAMPLES = "examples/"
 """Prefix of the name of a config that is ready to run, as opposed to one with every setting explained."""
+WORKFLOW = Path(".github", "workflows", "gate.yml")
 
 
 @reports_errors
 def command(
-    task: Annotated[str, typer.Argument(help="What to train; one of --list.")] = "digits",
+    task: Annotated[str, typer.Argument(help="What to train, one of --list; gate: a workflow for CI.")] = "digits",
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
     lists: Annotated[bool, typer.Option("--list", help="List the tasks, and write nothing.")] = False,
 ) -> None:
     """Write a commented config to start from; for `user` also a Python file with data and a model, beside it.
 
-    `examples/NAME` writes a short config that is ready to run.
+    `examples/NAME` writes a short config that is ready to run, `gate` a GitHub workflow that runs lockstep gate.
     """
     if lists:
         _show_tasks()
         return
     if task.startswith(EXAMPLES):
         _copy_example(task.removeprefix(EXAMPLES), to)
+        return
+    if task == "gate":
+        if to is None:
+            WORKFLOW.parent.mkdir(parents=True, exist_ok=True)
+        _write((to or WORKFLOW).parent, {to or WORKFLOW: templates.render("cli/gate_workflow.yml.j2")})
+        console.print(f"wrote {to or WORKFLOW}; next: lockstep gate CONFIG --record golden.json", soft_wrap=True)
         return
     from lockstep.recipe import recipe as recipes
 

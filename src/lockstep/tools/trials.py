@@ -151,7 +151,7 @@ def without_interruptions(recipe: Recipe, folder: Path, *, steps: int) -> dict[s
         "train": {"steps": steps, "epochs": None, "stop_metric": None, "max_minutes": None},
         "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
         "evaluate": {"every_epochs": None, "every_steps": None},
-        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
+        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None, "mirror": None},
     }
 
 

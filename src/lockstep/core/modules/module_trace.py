@@ -17,6 +17,7 @@ from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.numerics.checksum import bytes_of
 
 Line = dict[str, Any]
+Selects = Callable[[MicroBatch], bool]
 
 
 def fingerprint(value: Any) -> str:
@@ -87,8 +88,9 @@ class Trace:
     A new micro-batch begins whenever the model's forward is called in training, in the order given to `expect`.
     """
 
-    def __init__(self, model: nn.Module, write: Callable[[Line], None]) -> None:
-        self.write = write
+    def __init__(self, model: nn.Module, write: Callable[[Line], None], selects: Selects | None = None) -> None:
+        """`selects`: whether the calls and gradients of a micro-batch are traced."""
+        self.write, self.selects = write, selects
         self.queue: list[MicroBatch] = []
         self.position: dict[str, int] | None = None
         """Step and shard of the current micro-batch."""
@@ -122,6 +124,8 @@ class Trace:
         self.position = None if current.ghost else {"step": current.step, "shard": current.shard}
         columns = {name: fingerprint(column) for name, column in current.batch.items()}
         self._write(kind="batch", samples=list(current.indices), columns=columns)
+        if self.selects is not None and not self.selects(current):
+            self.position = None
 
     def _enter(self, _: str, __: nn.Module, args: Any, kwargs: Any) -> None:
         self.inputs.append(fingerprint([args, kwargs]) if self.position else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.base import storage
 from lockstep.base.errors import UserError
@@ -17,7 +17,7 @@ from lockstep.base.events import StepDone
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
-from lockstep.core.modules.module_trace import Line, Trace
+from lockstep.core.modules.module_trace import Line, Selects, Trace
 from lockstep.data.dataset import spread_evenly
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
@@ -60,22 +60,29 @@ class ProofHooks(Hooks):
             parts.model.register_forward_pre_hook(halt.enter)
 
 
-def write_trace(path: Path, parts: Components, training: Training, *, is_main: bool) -> None:
-    """Trace this rank in a file; weights and summed gradients, equal on all ranks, only on rank 0."""
+def write_trace(
+    path: Path, parts: Components, training: Training, *, is_main: bool, selects: Selects | None = None
+) -> None:
+    """Trace this rank in a file; weights and summed gradients, equal on all ranks, only on rank 0.
+
+    With `selects`, calls and gradients of such micro-batches only, and the weights after the last step.
+    """
     file = path.open("w", encoding="utf-8")
 
     def write(line: Line) -> None:
         file.write(json.dumps(line) + "\n")
 
-    trace = Trace(parts.model, write)
+    trace = Trace(parts.model, write, selects)
     steps, optimizer = training.steps, parts.state.optimizer
 
     def traced(start: int) -> Iterator[list[MicroBatch]]:
         for micro_batches in steps(start):
             if is_main:
-                trace.tensors("weights", micro_batches[0].step, parts.strategy.state().items())
+                trace.tensors("weights", micro_batches[0].step, weights(parts))
             trace.expect(micro_batches)
             yield micro_batches
+        if selects is not None:
+            trace.tensors("weights", parts.state.step, weights(parts))
         file.close()
 
     def summed(*_: Any) -> None:
@@ -84,7 +91,13 @@ def write_trace(path: Path, parts: Components, training: Training, *, is_main: b
             trace.tensors("sum", parts.state.step, gradients)
 
     training.steps = traced
-    optimizer.register_step_pre_hook(summed)
+    getattr(optimizer, "parts", [optimizer])[0].register_step_pre_hook(summed)  # of several optimizers, the first
+
+
+def weights(parts: Components) -> list[tuple[str, Tensor]]:
+    """List weights, buffers and moving averages by name."""
+    named = parts.state.tensors().items()
+    return [(name.removeprefix("model."), tensor) for name, tensor in named if not name.startswith("optimizer.")]
 
 
 class ProofTask:

@@ -1,0 +1,110 @@
+"""`lockstep gate`: the first steps of a recipe, recorded in a golden file, and compared with one."""
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+from rich.console import Console
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+from lockstep.observe.run_folder import RunFolder
+from lockstep.recipe.recipe import Recipe
+from lockstep.tools import trials
+from lockstep.tools.gate.gate_diff import difference, farthest
+from lockstep.tools.gate.golden_file import Golden
+
+NUMBERS = ("loss", "gradient_norm", "learning_rate")
+TRACE = "trace.jsonl"
+MOST_CHARACTERS = 80
+
+
+class GateRequest(BaseModel):
+    steps: int
+
+
+def record(recipe: Recipe, path: Path, to: Path, *, overrides: list[str], steps: int, console: Console) -> None:
+    """Train the first steps of a recipe, and write a golden file. Raises ConfigError, TrialFailed."""
+    trials.check_writable("--record", to, suffix=".json")
+    found = measured(recipe, steps=steps, console=console)
+    place = {"config": os.path.relpath(path), "folder": os.path.relpath(Path.cwd(), to.absolute().parent)}
+    golden = found.model_copy(update={**place, "overrides": overrides}).sealed()
+    storage.write(to, golden.model_dump_json(exclude_defaults=True))
+    console.print(f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}")
+
+
+def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Console) -> int:
+    """Train the same steps again, and print the first difference -> 0 for the same bits, else 1.
+
+    `within`: ULPs of float32 by which loss, gradient norm and learning rate of each step may differ. Raises ConfigError
+    where, without it, processor or torch are others, and TrialFailed.
+    """
+    model = process_group.device_model(process_group.device_of(World()))
+    here = {"torch_version": str(torch.__version__), "device_model": model}
+    if within is None and (others := changes(golden.numeric, golden.numeric | here)):
+        raise ConfigError(
+            "it cannot be compared, since bits depend on the processor and on torch:\n" + "\n".join(others) + "\n"
+            "Record it on such a machine, or compare numbers instead by --within ULPS, such as 4096"
+        )
+    now = measured(recipe, steps=len(golden.chain), console=console)
+    text, code = difference(golden, now), 1
+    if text is None:
+        text, code = f"same bits: {len(now.chain)} steps, digest {now.digest}", 0
+    elif within is not None:
+        distance, where = farthest(golden, now)
+        code = int(distance > within)
+        text += f"\n{'more than' if code else 'within'} {within} ULPs of float32: {distance:.1f} in {where}"
+    console.print("\n".join([text, *changes(golden.numeric, now.numeric)]), soft_wrap=True)
+    return code
+
+
+def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Name the settings, facts and files that have changed, with their values where these are short."""
+    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    shown = {name: f": {before.get(name)!r} -> {now.get(name)!r}" for name in names if not name.endswith("_sha256")}
+    return [
+        f"  {name} has changed{text if len(text := shown.get(name, '')) <= MOST_CHARACTERS else ''}" for name in names
+    ]
+
+
+def measured(recipe: Recipe, *, steps: int, console: Console) -> Golden:
+    """Train the first steps of a recipe in a process of its own, in a temporary folder."""
+    with trials.forking(recipe, "gate"), trials.temporary_folder("lockstep-gate-") as folder:
+        trials.prepared(recipe)
+        console.print(f"training {steps} steps ...")
+        trials.run(
+            variant(recipe, folder), folder, task="gate", request=GateRequest(steps=steps), processes=1
+        ).checked()
+        return golden_of(folder)
+
+
+def variant(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe of a run in this folder, on one process, that logs every step and nothing else."""
+    sections = trials.without_interruptions(recipe, folder, steps=1)
+    del sections["schedule"]  # the whole run's, of which these are the first steps
+    sections["train"] = {"stop_metric": None, "max_minutes": None}
+    sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
+    return trials.varied(recipe, sections, parallel=trials.strategy("single"))
+
+
+def golden_of(folder: Path) -> Golden:
+    """Read what a run has left in its folder."""
+    run = RunFolder(folder)
+    steps, summary = [line for line in run.metric_lines() if line.kind == "step"], run.summary()
+    modules, *lines = [json.loads(line) for line in (folder / TRACE).read_text(encoding="utf-8").splitlines()]
+    return Golden(
+        kind="lockstep gate",
+        version=1,
+        lockstep=version("lockstep-train"),
+        numeric=summary.numeric_recipe,
+        digest=summary.digest,
+        chain=[line.chain for line in steps],
+        numbers=[*({name: line.values.get(name) for name in NUMBERS} for line in steps), {}],
+        lines=lines,
+        modules=modules["modules"],
+    )
