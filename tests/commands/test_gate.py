@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from golden import ROOT as GOLDEN
 from running import lockstep
 
 from lockstep.base.errors import ConfigError, RunFailed
@@ -19,7 +20,7 @@ from lockstep.testing import same_bits
 from lockstep.tools.gate import gating, golden_file
 from lockstep.tools.gate.gate_diff import difference, farthest
 
-STEPS = 4
+STEPS, REFERENCE = 4, GOLDEN / "gate" / "digits.json"
 CONFIG = """
 data: {kind: digits, limit: 100, augment: own_augment.py}
 model: {kind: user, file: own_model.py}
@@ -354,6 +355,21 @@ def test_mistakes_are_told(folder, golden_text, words, said):
     moved = golden_file.Golden.model_validate_json(golden_text).model_copy(update={"folder": "nowhere"}).sealed()
     (folder / "moved.json").write_text(moved.model_dump_json(exclude_defaults=True))
     assert said in gate(folder, *words, code=2)
+
+
+def test_a_golden_run_mirrors_nothing(folder):
+    recipe = recipes.load(Path("c.yaml"), ["checkpoint.mirror=s3://bucket/runs", "train.max_minutes=1"])
+    found = gating.variant(recipe, folder / "run")
+    assert (found.checkpoint.mirror, found.train.max_minutes, found.train.steps) == (None, None, 50)
+
+
+def test_the_reference_run_gives_the_bits_that_it_gave(folder):
+    """On the processor, and with the torch, that its file was recorded with; elsewhere about the same numbers. Where the
+    bits are to change: lockstep gate examples/digits.yaml --steps 8 --record tests/support/golden/gate/digits.json"""
+    done = lockstep(folder, "gate", str(REFERENCE))
+    if done.returncode == 2 and "cannot be compared" in done.stderr:
+        done = lockstep(folder, "gate", str(REFERENCE), "--within", "4096")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_init_writes_a_workflow(folder):

@@ -35,7 +35,9 @@ def record(recipe: Recipe, path: Path, to: Path, *, overrides: list[str], steps:
     place = {"config": os.path.relpath(path), "folder": os.path.relpath(Path.cwd(), to.absolute().parent)}
     golden = found.model_copy(update={**place, "overrides": overrides}).sealed()
     storage.write(to, golden.model_dump_json(exclude_defaults=True))
-    console.print(f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}")
+    console.print(
+        f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}", soft_wrap=True
+    )
 
 
 def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Console) -> int:
@@ -44,9 +46,7 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
     `within`: ULPs of float32 by which loss, gradient norm and learning rate of each step may differ. Raises ConfigError
     where, without it, processor or torch are others, and TrialFailed.
     """
-    model = process_group.device_model(process_group.device_of(World()))
-    here = {"torch_version": str(torch.__version__), "device_model": model}
-    if within is None and (others := changes(golden.numeric, golden.numeric | here)):
+    if within is None and (others := changes(golden.numeric, golden.numeric | machine())):
         raise ConfigError(
             "it cannot be compared, since bits depend on the processor and on torch:\n" + "\n".join(others) + "\n"
             "Record it on such a machine, or compare numbers instead by --within ULPS, such as 4096"
@@ -70,6 +70,13 @@ def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     return [
         f"  {name} has changed{text if len(text := shown.get(name, '')) <= MOST_CHARACTERS else ''}" for name in names
     ]
+
+
+def machine() -> dict[str, str]:
+    """Return what other bits may come of, though code and settings are the same."""
+    device = process_group.device_of(World())
+    vectors = {"cpu_vectors": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {}
+    return {"torch_version": str(torch.__version__), "device_model": process_group.device_model(device), **vectors}
 
 
 def measured(recipe: Recipe, *, steps: int, console: Console) -> Golden:
@@ -101,7 +108,7 @@ def golden_of(folder: Path) -> Golden:
         kind="lockstep gate",
         version=1,
         lockstep=version("lockstep-train"),
-        numeric=summary.numeric_recipe,
+        numeric=summary.numeric_recipe | machine(),
         digest=summary.digest,
         chain=[line.chain for line in steps],
         numbers=[*({name: line.values.get(name) for name in NUMBERS} for line in steps), {}],
