@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 from golden import ROOT as GOLDEN
 from running import lockstep
+from training_runs import lines as lines_of
+from training_runs import trained
 
 from lockstep.base.errors import ConfigError, RunFailed
 from lockstep.base.world import World
@@ -236,6 +238,25 @@ def test_a_refactoring_that_changes_no_bit_passes(ranks, folder, name):
     assert difference(golden, now) is None
     assert golden.chain == now.chain and len(golden.chain) == STEPS
     assert (golden.digest == now.digest) == (name not in ("names", "modules around others"))
+
+
+def test_it_is_the_beginning_of_the_whole_run(ranks, folder):
+    """On any number of processes: the schedule is that of 50 steps."""
+    golden, _ = compared(ranks, folder)
+    trained(
+        ranks, folder / "c.yaml", "whole", "launch.processes=2", "observe.log_every=1", "evaluate.every_epochs=null"
+    )
+    chains = [line["chain"] for line in lines_of(folder / "runs", "whole") if line["kind"] == "step"]
+    assert len(chains) == 50 and chains[:STEPS] == golden.chain
+
+
+def test_several_optimizers(ranks, folder):
+    found = []
+    for decay in (0.0, 0.1):
+        write(folder, ("{lr: 0.01, options: {eps: 1.0e-8}}", f"{{kind: muon, lr: 0.01, weight_decay: {decay}}}"))
+        [(text, _)] = ranks(1, first_steps, folder, decay)
+        found.append(golden_file.Golden.model_validate_json(text))
+    assert "step 1 on, in the optimizer: equal gradients" in difference(*found)
 
 
 def test_a_golden_file_is_the_same_each_time(ranks, folder):
