@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from golden import ROOT as GOLDEN
 from running import lockstep
 from training_runs import lines as lines_of
@@ -302,7 +303,7 @@ def test_a_golden_file_is_recorded_and_checked(folder):
     write(folder, change)
     assert "own_model.py" in (refused := gate(folder, "golden.json", code=2)) and "add --trust-code" in refused
     found = gate(folder, "golden.json", "--trust-code", code=1)
-    assert re.search(lines(said), found) and found.endswith("model.file_sha256 has changed")
+    assert re.search(lines(said), found) and "model.file_sha256 has changed: " in found
     assert "within 4096 ULPs of float32: " in gate(folder, "golden.json", "--within", "4096", code=0)
 
 
@@ -397,5 +398,6 @@ def test_init_writes_a_workflow(folder):
     done = lockstep(folder, "init", "gate")
     assert (done.returncode, done.stderr) == (0, "")
     text = (folder / ".github" / "workflows" / "gate.yml").read_text()
-    assert "lockstep gate golden.json --trust-code" in text
+    steps = yaml.safe_load(text)["jobs"]["gate"]["steps"]
+    assert "lockstep gate golden.json --trust-code" in steps[-1]["run"] and "lockstep-train==" in steps[-2]["run"]
     assert lockstep(folder, "init", "gate").returncode == 2

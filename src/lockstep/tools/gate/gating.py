@@ -21,7 +21,7 @@ from lockstep.tools.gate.golden_file import Golden
 
 NUMBERS = ("loss", "gradient_norm", "learning_rate")
 TRACE = "trace.jsonl"
-MOST_CHARACTERS = 80
+MOST_CHARACTERS = 100
 
 
 class GateRequest(BaseModel):
@@ -35,9 +35,8 @@ def record(recipe: Recipe, path: Path, to: Path, *, overrides: list[str], steps:
     place = {"config": os.path.relpath(path), "folder": os.path.relpath(Path.cwd(), to.absolute().parent)}
     golden = found.model_copy(update={**place, "overrides": overrides}).sealed()
     storage.write(to, golden.model_dump_json(exclude_defaults=True))
-    console.print(
-        f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}", soft_wrap=True
-    )
+    text = f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}"
+    console.print(text, soft_wrap=True)
 
 
 def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Console) -> int:
@@ -48,7 +47,9 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
     """
     if within is None and (others := changes(golden.numeric, golden.numeric | machine())):
         raise ConfigError(
-            "it cannot be compared, since bits depend on the processor and on torch:\n" + "\n".join(others) + "\n"
+            "the golden file cannot be compared here, since bits depend on the processor and on torch:\n"
+            + "\n".join(others)
+            + "\n"
             "Record it on such a machine, or compare numbers instead by --within ULPS, such as 4096"
         )
     now = measured(recipe, steps=len(golden.chain), console=console)
@@ -64,12 +65,12 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
 
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Name the settings, facts and files that have changed, with their values where these are short."""
-    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-    shown = {name: f": {before.get(name)!r} -> {now.get(name)!r}" for name in names if not name.endswith("_sha256")}
-    return [
-        f"  {name} has changed{text if len(text := shown.get(name, '')) <= MOST_CHARACTERS else ''}" for name in names
-    ]
+    """Describe the settings, facts and files that have changed; long values are cut."""
+    pairs = {name: (before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())}
+    lines = {
+        name: f"  {name} has changed: {one!r} -> {other!r}" for name, (one, other) in pairs.items() if one != other
+    }
+    return [line if len(line) < MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..." for line in lines.values()]
 
 
 def machine() -> dict[str, str]:
@@ -84,9 +85,8 @@ def measured(recipe: Recipe, *, steps: int, console: Console) -> Golden:
     with trials.forking(recipe, "gate"), trials.temporary_folder("lockstep-gate-") as folder:
         trials.prepared(recipe)
         console.print(f"training {steps} steps ...")
-        trials.run(
-            variant(recipe, folder), folder, task="gate", request=GateRequest(steps=steps), processes=1
-        ).checked()
+        request = GateRequest(steps=steps)
+        trials.run(variant(recipe, folder), folder, task="gate", request=request, processes=1).checked()
         return golden_of(folder)
 
 
