@@ -24,7 +24,7 @@ from PIL import Image
 from lockstep.cli import _app, _common
 from lockstep.recipe.recipe import Recipe, load, settings
 
-ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "sweep", "tune"}
+ELSEWHERE = {"bisect", "cancel", "doctor", "estimate", "fork", "gate", "prove", "replay", "scale", "sweep", "tune", "verify"}
 SHORTENED = {
     "profile": ["--steps", "2", "--traced", "1"],
     "serve": ["--port", "0"],

@@ -16,7 +16,7 @@ def command(
     path: Annotated[Path, typer.Argument(help="A golden file; with --record, a config.", metavar="GOLDEN|CONFIG")],
     overrides: Overrides = None,
     record: Annotated[Path | None, typer.Option(help="Write this golden file, from the config's first steps.")] = None,
-    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1, max=1000)] = 20,
+    steps: Annotated[int | None, typer.Option(help="Number of steps to record; default: 20.", min=1, max=1000)] = None,
     within: Annotated[
         int | None, typer.Option(help="Accept numbers that differ by so many ULPs of float32.", min=0, metavar="ULPS")
     ] = None,
@@ -31,8 +31,10 @@ def command(
         environment.set_threads(recipe.run.threads)
         from lockstep.tools.gate import gating
 
-        gating.record(recipe, path, record, overrides=overrides or [], steps=steps, console=console)
+        gating.record(recipe, path, record, overrides=overrides or [], steps=steps or 20, console=console)
         return 0
+    if steps is not None:
+        raise ConfigError("--steps belongs to --record: a golden file says how many steps it has")
     from lockstep.base import devices, trust
     from lockstep.recipe import recipe as recipes
     from lockstep.recipe import recipe_trust

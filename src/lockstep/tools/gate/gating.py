@@ -50,7 +50,7 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
             "the golden file cannot be compared here, since bits depend on the processor and on torch:\n"
             + "\n".join(others)
             + "\n"
-            "Record it on such a machine, or compare numbers instead by --within ULPS, such as 4096"
+            "Record it on such a machine, or compare numbers instead by --within ULPS, such as 65536"
         )
     now = measured(recipe, steps=len(golden.chain), console=console)
     text, code = difference(golden, now), 1
