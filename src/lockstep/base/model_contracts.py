@@ -65,7 +65,8 @@ class MicroBatch:
     present: frozenset[int] = frozenset()
     """The non-empty shards of this step on all ranks (all V, except in the last step of an epoch)."""
     left_out: Mapping[int, str] = field(default_factory=dict)
-    """Samples that could not be read, and why (data.on_bad_sample=skip); not among `indices`."""
+    """Samples that could not be read (data.on_bad_sample=skip) or are not to be (data.exclude), and why; not among
+    `indices`."""
     weights: Mapping[str, float] | None = None
     """Per term of the loss: samples of the step / the term's count in the step. None stands for 1."""
     term_counts: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Samples that cannot be read: what happens to them, and the files that list them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ class BadSample(BaseModel):
 
 @dataclass(kw_only=True)
 class Faults:
-    """Handling of the samples of a split that cannot be read."""
+    """Handling of the samples of a split that cannot be read, or are not to be."""
 
     name: str = "the data"
     """Name of the split in messages."""
@@ -44,11 +44,17 @@ class Faults:
     """Micro-batch on the CPU -> the first sample whose target the model cannot give, and the reason; else None."""
     known: set[int] = field(default_factory=set)
     """Samples left out so far."""
+    excluded: frozenset[int] = frozenset()
+    """Samples that are left out without being read (data.exclude), of which no message tells."""
 
     def refuse_outside(self, micro_batch: MicroBatch) -> None:
         """Raise DataError, with the number of the sample, where `outside` finds one."""
         if micro_batch.indices and (wrong := self.outside(micro_batch.batch)):
             raise DataError(f"sample {micro_batch.indices[wrong[0]]} of {self.name}: {wrong[1]}")
+
+    def excluded_of(self, samples: Sequence[int]) -> dict[int, str]:
+        """Return those of these samples that are left out without being read, with the reason."""
+        return {sample: "data.exclude" for sample in samples if sample in self.excluded}
 
     def record(self, file: Path, warn: Callable[[str], None]) -> None:
         """Start to list the samples left out in a file, and to warn of each."""
@@ -57,7 +63,7 @@ class Faults:
     def note(self, left_out: Mapping[int, str]) -> None:
         """List and warn of samples that were left out, each once."""
         for sample, reason in left_out.items():
-            if sample in self.known:
+            if sample in self.known or sample in self.excluded:
                 continue
             self.known.add(sample)
             self.warn(f"sample {sample} of {self.name} is left out: {reason}")

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.base.errors import DataError, few
+from lockstep.data import tables
+from lockstep.data.columns import check_named
 from lockstep.data.in_memory import PlainTexts
 
 Message = dict[str, Any]
@@ -136,6 +139,12 @@ class Chats(PlainTexts):
 
     def place(self, index: int) -> str:
         return f"line {self.lines[index]} of {self.path}"
+
+    def cells(self, names: Sequence[str]) -> list[list[Any]]:
+        """Return the values of keys of the chats' lines, as `columns.Cells`. Raises DataError."""
+        with tables.read_errors(self.path):
+            rows = dict(tables.json_rows(self.path, partial(check_named, names)))
+        return [[rows[line][name] for line in self.lines] for name in names]
 
     def part(self, rows: np.ndarray) -> "Chats":
         """Return a selection of the chats, int64 [n] row numbers."""

@@ -12,6 +12,8 @@ from lockstep.base.errors import DataError
 
 Place = Callable[[int], str]
 """Sample number, from 0 -> its location for messages ("row 1 of /data/train.csv")."""
+Cells = Callable[[Sequence[str]], list[Any]]
+"""Names of columns of a table -> for each, the values of all samples. Raises DataError for one that is not there."""
 
 
 def rows_of(where: object) -> Place:
@@ -32,6 +34,13 @@ def require(columns: Sequence[str], there: Sequence[str], where: object, *, kind
                 f"{where} has no column {column!r}: set {settings} to one that is there "
                 f"({', '.join(map(str, there)) or 'no column at all'})"
             )
+
+
+def check_named(names: Sequence[str], there: Sequence[str], where: object) -> None:
+    """Raise DataError unless each column that data.exclude names is there."""
+    for name in names:
+        if name not in there:
+            raise DataError(f"data.exclude: {where} has no column {name!r} (there is: {', '.join(map(str, there))})")
 
 
 def texts_of(values: Iterable[Any], place: Place) -> list[str]:

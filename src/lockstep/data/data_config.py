@@ -45,6 +45,10 @@ def _with_options(values: Any) -> Any:
     ]
 
 
+def _as_list(values: Any) -> Any:
+    return (values,) if isinstance(values, str | Path) else values
+
+
 Transforms = Annotated[tuple[dict[str, dict[str, Any]], ...], BeforeValidator(_with_options)]
 """Names of classes, with or without options."""
 
@@ -84,7 +88,7 @@ class DataSection(PluginSection):
     OBJECTIVE: ClassVar[str] = "auto"
     """See `modality` and `objective`."""
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"root", "workers", "cache", "augment", "group_by_length", "fingerprint"}
+        {"root", "workers", "cache", "augment", "group_by_length", "fingerprint", "exclude"}
     )
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
@@ -104,6 +108,10 @@ class DataSection(PluginSection):
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """Handling of a sample that cannot be read: stop ends the run; skip leaves it out of its micro-batch, the same on
     any number of processes. The run warns of each, and lists them in summary.json."""
+    exclude: Annotated[tuple[LocalPath, ...], BeforeValidator(_as_list)] = ()
+    """Files that name training samples to leave out, as on_bad_sample=skip does: all others keep their places. A number
+    on each line; or CSV with the names of columns of the data's table, such as user, in its first line: rows with the
+    same values are left out."""
     special_tokens_in_text: SpecialTokensInText = "as_text"
     """How names of special tokens, such as </s> or [SEP], are read in texts, messages and prompts: as_text, as plain
     text; as_tokens, as the tokens, so that a user's text can end itself or speak as another role. Those that a chat

@@ -1,7 +1,8 @@
-"""Fetch micro-batches: whole, or without the samples that cannot be read."""
+"""Fetch micro-batches: whole, or without the samples that cannot be read, or are not to be."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -34,7 +35,8 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
     def __getitems__(self, request: ShardRequest) -> MicroBatch | LockstepError:
         """Fetch one micro-batch. Errors are returned: a DataLoader worker would wrap what is raised."""
         try:
-            return self.fetch_readable(request) if self.faults.skips else self.fetch(request)
+            is_whole = not self.faults.skips and self.faults.excluded.isdisjoint(request.indices)
+            return self.fetch(request) if is_whole else self.fetch_readable(request)
         except LockstepError as error:
             return error
 
@@ -72,6 +74,8 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         if self.dtypes is None:
             self.dtypes = {}
             for index in range(min(len(self.source), MAX_TRIES)):
+                if index in self.faults.excluded:
+                    continue
                 try:
                     first = self.collated(ShardRequest(step=-1, shard=0, epoch=-1, indices=(index,)))
                 except Exception:
@@ -124,7 +128,7 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         return reasons
 
     def fetch_readable(self, request: ShardRequest) -> MicroBatch:
-        """Fetch the samples that can be read, the same ones on any number of processes.
+        """Fetch the samples that can be read and are not excluded, the same ones on any number of processes.
 
         If there is none, the micro-batch has other samples and counts for nothing. Raises SampleError or DataError when
         the cause is not single samples.
@@ -132,11 +136,13 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         micro_batch = self._fetch_readable(request, request.indices)
         if micro_batch is not None:
             return micro_batch
-        left_out = self.failing(request)
+        left_out = self.faults.excluded_of(request.indices)
+        left_out |= self.failing(replace(request, indices=tuple(i for i in request.indices if i not in left_out)))
         samples, size = len(self.source), len(request.indices)
-        for window in range(1, MAX_WINDOWS + 1):
-            start = request.indices[0] + window * size
-            others = tuple(dict.fromkeys((start + offset) % samples for offset in range(size)))
+        start, stop = request.indices[0] + size, samples + (MAX_WINDOWS + 1) * size
+        kept = (i % samples for i in range(start, start + stop) if i % samples not in self.faults.excluded)
+        for _ in range(MAX_WINDOWS):
+            others = tuple(dict.fromkeys(islice(kept, size)))
             if (micro_batch := self._fetch_readable(request, others)) is not None:
                 is_ghost = request.ghost or request.step < 0
                 return replace(micro_batch, indices=(), left_out=left_out, ghost=is_ghost)
@@ -148,12 +154,14 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
 
     def _fetch_readable(self, request: ShardRequest, indices: Sequence[int]) -> MicroBatch | None:
         """Fetch those of these samples that can be read; None if there is none."""
-        left_out: dict[int, str] = {}
+        left_out = self.faults.excluded_of(indices)
         while remaining := tuple(index for index in indices if index not in left_out):
             smaller = replace(request, indices=remaining)
             try:
                 return self.fetch(smaller, left_out)
             except LockstepError as error:
+                if not self.faults.skips:
+                    raise
                 bad = self.failing(smaller)
                 if not bad and isinstance(error, UnusableSample) and error.sample is not None:
                     bad = {error.sample: str(error)}

@@ -7,6 +7,7 @@ import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
+from lockstep.data.columns import Cells
 from lockstep.data.targets import Targets
 
 
@@ -15,6 +16,7 @@ class Images:
     `unreadable`: index -> reason of the images that could not be decoded."""
 
     lengths: np.ndarray | None = None
+    cells: Cells | None = None
     remarks: tuple[str, ...] = ()
     """Messages for the user about files that were left out."""
 
@@ -50,6 +52,7 @@ class Texts:
     """N texts and their targets, or labels int64 [N]; token_cache.py tokenizes them."""
 
     lengths: np.ndarray | None = None
+    cells: Cells | None = None
 
     def __init__(self, texts: Sequence[str], labels: np.ndarray | Targets, names: Sequence[str] = ()) -> None:
         self.texts = texts

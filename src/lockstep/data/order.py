@@ -141,6 +141,11 @@ class Order:
             out[shard] = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
         return out
 
+    def first_use(self, samples: np.ndarray, stop: int) -> int | None:
+        """Return the first step below `stop` that has any of these samples; None where none has."""
+        steps = range(stop if len(samples) else 0)
+        return next((step for step in steps if np.isin(np.concatenate(self.shards(step)), samples).any()), None)
+
     def _drawn(self, epoch: int, place: int, steps: int) -> np.ndarray:
         """Return the samples of `steps` steps from step `place` of an epoch on, regardless of their lengths."""
         first = place * self.global_batch

@@ -114,6 +114,8 @@ class OwnSplit:
 
     samples: Sequence[Any]
     targets: Targets
+    rows: np.ndarray
+    """Their rows in the data that they were read from, int64."""
     train: Found
     """Data that both splits were read from, or the training split alone."""
     remarks: tuple[str, ...] = ()
@@ -136,7 +138,8 @@ def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read:
     mapped = data.samples if isinstance(data.samples, MappedTexts) else None
     samples = [data.samples[row] for row in rows] if mapped is None else mapped[rows]
     is_reported = split == "train" or section.test is not None
-    return OwnSplit(samples=samples, targets=targets, train=train, remarks=data.remarks if is_reported else ())
+    remarks = data.remarks if is_reported else ()
+    return OwnSplit(samples=samples, targets=targets, rows=rows, train=train, remarks=remarks)
 
 
 def _checked(path: Path, read: Callable[[Path], Found]) -> Found:

@@ -82,6 +82,13 @@ class Windows:
     def __len__(self) -> int:
         return max(0, len(self.ids) - 1) // self.context
 
+    def holding(self, texts: np.ndarray) -> np.ndarray:
+        """Return the samples that hold a token of any of these texts, also as the last target, int64, sorted."""
+        firsts, stops = self.tokens.offsets[texts], self.tokens.offsets[texts + 1]
+        spans = zip(np.maximum(firsts - 1, 0) // self.context, -(-stops // self.context), strict=True)
+        found = {sample for first, stop in spans for sample in range(first, min(stop, len(self)))}
+        return np.array(sorted(found), dtype=np.int64)
+
     def remainder(self) -> int:
         """Return the number of tokens at the end that fill no sample."""
         return len(self.ids) - 1 - len(self) * self.context

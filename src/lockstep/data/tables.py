@@ -15,10 +15,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
 from lockstep.base.errors import DataError
+from lockstep.data.columns import check_named
 
 MAX_LINE_CHARACTERS = 1 << 25
 """Limit of a JSON line: a file of zeros is one endless line."""
@@ -87,6 +89,11 @@ def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[
     with read_errors(path):  # at once: the streaming reader would hold up to 32 large blocks of all columns
         table = csv.read_csv(path, *_csv_options(path, check, columns=columns, block_bytes=LARGE_BLOCK_BYTES))
         return [table.column(name).to_pylist() for name in columns]
+
+
+def cells(path: Path, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+    """Return the values of some columns in these rows of a file, as `columns.Cells`. Raises DataError."""
+    return [[values[row] for row in rows] for values in read_columns(path, names, partial(check_named, names))]
 
 
 def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator[list[list[Any]]]:

@@ -27,7 +27,7 @@ from lockstep.inference.generation.generator import Generator, generator
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.models.objectives._choice import with_objective
 from lockstep.recipe import build, recipe_trust
-from lockstep.recipe.recipe import Recipe, joined
+from lockstep.recipe.recipe import Recipe, in_use
 from lockstep.recipe.run_paths import is_run, locate, run_of
 from lockstep.recipe.splits import check_classes, open_splits
 
@@ -55,7 +55,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     """Write the model of a run or checkpoint for others to load -> its facts, its folder. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
     export_writer.check(recipe.export)
-    data = open_splits(joined(recipe))  # in use, a model reads one document
+    data = open_splits(in_use(recipe))  # in use, a model reads one document
     preparation = {"prepare": data.processor.file.name} if isinstance(data.processor, Preparation) else {}
     model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer, **preparation)
 
@@ -113,7 +113,7 @@ def open_predictor(
         return _opened(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
     if recipe.data.PACKS:
-        data = open_splits(joined(recipe))
+        data = open_splits(in_use(recipe))
         model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer)
         return _opened(facts, model, data.tokenizer, device=device, dtype=dtype)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import DataSpec, Source
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, few
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.base.name_patterns import matching
@@ -27,7 +27,7 @@ from lockstep.models._adapter import attach
 from lockstep.models.objectives._choice import objective_of_classes, with_objective
 from lockstep.recipe.components import Components, requested_metrics, with_modes
 from lockstep.recipe.recipe import Recipe
-from lockstep.recipe.splits import open_splits
+from lockstep.recipe.splits import Splits, open_splits
 from lockstep.recipe.warm_start import warm_start
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, own_schedule
@@ -62,10 +62,10 @@ def initial_model(recipe: Recipe, spec: DataSpec) -> Model:
     return model
 
 
-def class_weights(setting: Literal["balanced"] | Sequence[float], source: Source) -> list[float]:
+def class_weights(setting: Literal["balanced"] | Sequence[float], data: Splits) -> list[float]:
     """Return the weight of each class, in the order of the data's labels; balanced: in inverse proportion to the number
-    of its samples, with a mean of 1 over the samples. Raises ConfigError."""
-    names, labels = source.spec.labels, labels_of(source)
+    of its samples that are not excluded, with a mean of 1 over them. Raises ConfigError."""
+    names, labels = data.train.spec.labels, labels_of(data.train)
     known = f"the classes are {few(names)}" if names else "the data has no classes"
     if setting != "balanced":
         if len(setting) != len(names):
@@ -76,6 +76,7 @@ def class_weights(setting: Literal["balanced"] | Sequence[float], source: Source
             f"train.class_weights=balanced has to count the samples of each class first: {known}; give a "
             "list of numbers, one for each"
         )
+    labels = np.delete(labels, data.excluded)
     numbers = np.bincount(labels, minlength=len(names))
     if missing := [name for name, number in zip(names, numbers, strict=True) if not number]:
         raise ConfigError(f"train.class_weights=balanced, but no training sample is of {few(missing)}: give a list")
@@ -129,7 +130,7 @@ def assemble(
                 faults.outside = objective.outside
         if (weights := recipe.train.class_weights) is not None:
             objective = objective_of_classes(model, "train.class_weights")
-            objective.class_weights = torch.tensor(class_weights(weights, data.train), device=device)
+            objective.class_weights = torch.tensor(class_weights(weights, data), device=device)
     if recipe.train.batchnorm == "sync" and world.size > 1:
         synchronise(model, device)
     started = warm_start(model, recipe.model.init, data.train.spec.labels) if recipe.model.init else None

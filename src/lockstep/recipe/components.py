@@ -236,7 +236,8 @@ def start_notes(parts: Components, world: World) -> list[str]:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
     notes += (
-        _precision_note(parts)
+        _exclusion_note(parts)
+        + _precision_note(parts)
         + _head_note(parts)
         + _prediction_note(parts)
         + _template_notes(parts)
@@ -260,6 +261,11 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.recipe.train.loss_is == "batch_wise":
         notes.append(LOSS_IS)
     return notes
+
+
+def _exclusion_note(parts: Components) -> tuple[str, ...]:
+    excluded, samples = len(parts.data.excluded), len(parts.data.train)
+    return (f"data.exclude leaves {excluded:,} of {samples:,} training samples out",) if excluded else ()
 
 
 def _precision_note(parts: Components) -> tuple[str, ...]:

@@ -253,11 +253,10 @@ def _with_defaults(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def joined(recipe: Recipe) -> Recipe:
-    """Return the recipe without documents that are kept apart."""
-    if not recipe.data.PACKS:
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"documents": "joined"})})
+def in_use(recipe: Recipe) -> Recipe:
+    """Return the recipe as a trained model is used: without documents that are kept apart, and excluded samples."""
+    changed = {"exclude": (), **({"documents": "joined"} if recipe.data.PACKS else {})}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changed)})
 
 
 def begun(recipe: Recipe, path: Path) -> Recipe:

@@ -23,8 +23,9 @@ from lockstep.core.numerics.seeds import generators_restored
 from lockstep.data.augment import augmented
 from lockstep.data.bad_samples import Faults
 from lockstep.data.chat import ChatTokenizer, Contents
-from lockstep.data.data_config import OwnFilesSection, StreamSection
+from lockstep.data.data_config import LEARNED, OwnFilesSection, StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
+from lockstep.data.exclusion import excluded_samples, summed
 from lockstep.data.fingerprint import check_equal, contents_of, labels_of
 from lockstep.data.loader import Loader, one_by_one
 from lockstep.data.mixture import Joined, Mixture
@@ -65,6 +66,8 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
 
 CONTENTS, FULL = "data.contents", "data.contents_full"
 """Names in the numeric recipe of sums over the training samples, see data.fingerprint."""
+EXCLUDED = "data.excluded"
+"""Name in the numeric recipe of a sum over the samples that data.exclude leaves out."""
 CLASSES = "data.classes"
 """Name in the numeric recipe of the list of classes, in the order in which the model numbers them."""
 DATE = "data.date"
@@ -113,6 +116,8 @@ class Splits:
     """How training draws from several sources."""
     blocks: Blocks | None = None
     """How training takes the samples of a stream."""
+    excluded: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Training samples that are left out, sorted (data.exclude)."""
     first_samples: dict[str, str] = field(default_factory=dict)
     """CONTENTS -> a sum over the first samples of a stream that has been checked."""
 
@@ -135,6 +140,8 @@ class Splits:
             facts = {CLASSES: _class_record(labels)}
         if isinstance(self.tokenizer, ChatTokenizer) and self.tokenizer.day is not None:
             facts[DATE] = str(self.tokenizer.day)
+        if (found := summed(self.excluded, self.train)) is not None:
+            facts[EXCLUDED] = found
         if self.blocks is not None:
             samples = None if self.blocks.is_endless else self.blocks.samples
             return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
@@ -243,16 +250,19 @@ def open_splits(
             for split, source in (("train", train), ("test", test))
         )
     names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
-    skips = recipe.data.skips
+    skips, excluded = recipe.data.skips, excluded_samples(recipe.data.exclude, train)
+    faults = {split: Faults(name=name, split=split, skips=skips) for split, name in names.items()}
+    faults["train"].excluded = frozenset(excluded.tolist())
     return Splits(
         recipe=recipe,
         train=augmented(train, recipe.data, recipe.run.seed),
         test=test,
         tokenizer=tokenizer,
         processor=processor_of(recipe.data),
-        faults={split: Faults(name=name, split=split, skips=skips) for split, name in names.items()},
+        faults=faults,
         mixture=mixture,
         blocks=blocks,
+        excluded=excluded,
     )
 
 
@@ -280,10 +290,10 @@ def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
                 "data.samples_per_epoch belongs to a stream, and the training split has random access: leave it out"
             )
         return None
-    if data.skips:
+    if data.skips or data.exclude:
         raise ConfigError(
-            f"data.on_bad_sample=skip leaves samples out by their number, but {stream.where} is a stream: leave them "
-            "out where it is read, the same ones each time"
+            f"{'data.on_bad_sample=skip' if data.skips else 'data.exclude'} leaves samples out by their number, but "
+            f"{stream.where} is a stream: leave them out where it is read, the same ones each time"
         )
     samples, steps = asked or min(stream.length or MANY_SAMPLES, data.limit or MANY_SAMPLES), recipe.train.steps
     is_endless = samples == MANY_SAMPLES
@@ -299,7 +309,10 @@ def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
 
 
 def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
-    """Open the tokenizer of data that is packed. Raises DataError."""
+    """Open the tokenizer of data that is packed. Raises DataError, ConfigError."""
+    if section.exclude and section.tokenizer == LEARNED:
+        what = f"data.tokenizer={LEARNED} learns from all texts, also from those that data.exclude leaves out"
+        raise ConfigError(f"{what}: set it to bytes, or name a tokenizer")
     options = {"vocabulary": section.vocabulary, "cache": section.cache, "add_bos": section.add_bos}
     options["special"] = section.special_tokens_in_text
     if not section.CHATS:

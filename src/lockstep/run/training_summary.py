@@ -31,6 +31,7 @@ def training_summary(
     return {
         "steps": state.step,
         "epochs": round(parts.order.samples_at(state.step) / parts.order.samples, 4),
+        "excluded_samples": len(parts.data.excluded),
         "samples_seen": parts.order.samples_at(state.step),
         "train_samples_per_second": round(speed, 2) if speed else None,
         "evaluation": metrics,

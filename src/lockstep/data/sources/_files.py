@@ -23,7 +23,9 @@ def build(config: Config, split: str) -> Images | Texts:
     found = split_of(config, split, column=column, read=partial(_read_checked, config))
     samples, targets = found.samples, found.targets
     if config.modality == "text":
-        return Texts(samples, targets)
+        texts = Texts(samples, targets)
+        texts.cells = partial(tables.cells, config.train, found.rows) if split == "train" else None
+        return texts
     images, unreadable = decode(
         samples, len(samples), config, like=found.train.samples, place=lambda n: str(samples[n])
     )

@@ -1,6 +1,6 @@
 """Any data set of the Hugging Face hub, or a local folder in a format that `datasets` reads; as a stream, too."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError
-from lockstep.data.columns import MappedTexts, Place, require, rows_of
+from lockstep.data.columns import MappedTexts, Place, check_named, require, rows_of
 from lockstep.data.huggingface import image_of, load_split
 from lockstep.data.images import ImageFile, SizedImages, decode, open_image
 from lockstep.data.in_memory import Images, Texts
@@ -33,6 +33,11 @@ class HubSplit:
         """Read all values of a column of texts or labels."""
         return list(self.table.select_columns([name])[name])
 
+    def cells(self, names: Sequence[str]) -> list[list[Any]]:
+        """Return the values of columns, as `columns.Cells`. Raises DataError."""
+        check_named(names, self.table.column_names, "the data set")
+        return [self.column(name) for name in names]
+
     def mapped_texts(self, name: str) -> MappedTexts | None:
         """Return the texts of a large table without a copy; None for a small one, or one with rows that are no text."""
         column, order = self.table.data.column(name), self.table._indices
@@ -56,6 +61,12 @@ def build(config: Config, split: str) -> Source:
     if config.streaming:
         return _streamed(train.table, (train if split == "train" else _load(config, config.test_split)).table, config)
     data = train if split == "train" else _load(config, config.test_split)
+    source = _held(train, data, config)
+    source.cells = data.cells
+    return source
+
+
+def _held(train: HubSplit, data: HubSplit, config: Config) -> Texts | Images:
     targets = _targets(train, data, config)
     if config.modality == "text":
         mapped = None if config.labels == "tags" else data.mapped_texts(config.sample_column)

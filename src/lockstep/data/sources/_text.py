@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
-from lockstep.data.columns import Place, require, rows_of, texts_of
+from lockstep.data.columns import Place, check_named, require, rows_of, texts_of
 from lockstep.data.huggingface import load_split
 from lockstep.data.in_memory import PlainTexts
 from lockstep.data.packing import BEGIN, END, UNREADABLE, held_out_rows, is_begun
@@ -85,7 +85,7 @@ class TextRows:
 
     def __init__(self, table: Any, column: str, rows: np.ndarray, *, place: Place, repairs: bool = False) -> None:
         """`table` is a `datasets.Dataset`; `repairs` leaves out rows without a text, which are an error else."""
-        self.table, self.column, self.rows = table.select_columns([column]), column, rows
+        self.whole, self.table, self.column, self.rows = table, table.select_columns([column]), column, rows
         self.place, self.repairs = place, repairs
         digest = hashlib.sha256(f"{column} {len(table)} {table._fingerprint}".encode())
         digest.update(rows.tobytes())
@@ -96,6 +96,11 @@ class TextRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def cells(self, names: Sequence[str]) -> list[Any]:
+        """Return the values of columns of the table, as `columns.Cells`. Raises DataError."""
+        check_named(names, self.whole.column_names, "the data set")
+        return [self.whole[self.rows][name] for name in names]
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """Return {"text": m strings}. Raises DataError for a row without a text."""

@@ -16,6 +16,7 @@ from lockstep.data.data_config import AudioSection, DataSection, Origin, PixelSe
 SHARED = (
     "augment",
     "cache",
+    "exclude",
     "fingerprint",
     "group_by_length",
     "image_processor",

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Selects, Trace
-from lockstep.data.dataset import spread_evenly
+from lockstep.data.dataset import EvenRows, spread_evenly
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
@@ -43,7 +44,10 @@ class ProofHooks(Hooks):
         mixture = data.mixture and data.mixture.spread(samples)
         blocks = data.blocks and replace(data.blocks, samples=samples, is_endless=False)
         train, test = spread_evenly(data.train, samples), spread_evenly(data.test, self.request.test_samples)
-        data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks)
+        if len(excluded := data.excluded):
+            excluded = np.flatnonzero(np.isin(EvenRows(len(train), len(data.train))[np.arange(len(train))], excluded))
+            data.faults["train"].excluded = frozenset(excluded.tolist())
+        data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks, excluded=excluded)
         return replace(parts, data=data, order=data.order())
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
