@@ -24,8 +24,9 @@ def command(
     from lockstep.base.errors import ConfigError
     from lockstep.observe.report import report_page, run_files
 
-    found = [run_files.read(run.absolute()) for run in runs]
-    target = out or (found[0].folder / report_page.FILE if len(found) == 1 else Path(report_page.FILE))
+    folders = [run.absolute() for run in runs]
+    found = [*map(run_files.read, folders)] if len(folders) > 1 else run_files.with_parent(folders[0])
+    target = out or (folders[0] / report_page.FILE if len(folders) == 1 else Path(report_page.FILE))
     try:
         storage.write(target, report_page.html(found))
     except OSError as error:

@@ -45,6 +45,8 @@ class RunSection(Section):
     """The folder of all runs."""
     name: str | None = None
     """This run's folder in it; by default the config file's name and the time. A name that exists is resumed."""
+    parent: LocalPath | None = None
+    """Checkpoint of another run, from which this one goes on while it has none of its own; `lockstep fork` sets it."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Decides the order of the data, initial weights, dropout and augmentation."""
     reproducibility: Literal["exact", "fast"] = "exact"

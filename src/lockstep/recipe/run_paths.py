@@ -16,7 +16,7 @@ from lockstep.recipe.recipe import Recipe
 FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
 LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
 TRACKED = ("mlflow.jsonl", "wandb.jsonl")
-FILES = (".lock", "job.json", "launch.yaml", "loop.yaml", "recipe.yaml", *LOGGED, *TRACKED)
+FILES = (".lock", "certificate.json", "job.json", "launch.yaml", "loop.yaml", "recipe.yaml", *LOGGED, *TRACKED)
 """Files that a run writes to its folder."""
 
 

@@ -41,6 +41,7 @@ def training_summary(
         "chain": state.chain,
         "skipped_steps": state.skipped,
         "saves": training.saving.facts(),
+        "parent": state.parent,
         "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
     }
 

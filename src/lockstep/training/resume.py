@@ -68,6 +68,7 @@ class Progress(_Strict):
     scaler: _NoScaler | _Scaler
     stopping: _Best
     saving: _Best
+    parent: dict[str, Any] | None = None
 
 
 def problem(folder: Path) -> str | None:
@@ -92,6 +93,8 @@ class NumericRecipe:
     values: Mapping[str, Any]
     unset: Collection[str] = ()
     """Names of settings with their default: a checkpoint of an earlier version may lack them."""
+    parent: Path | None = None
+    """Checkpoint of another run, from which this one goes on while it has none of its own, whatever has changed."""
 
 
 def resumed(
@@ -109,17 +112,19 @@ def resumed(
 
     "auto" also skips checkpoints whose tensors cannot be read. Raises CheckpointError on every rank.
     """
-    unreadable: set[Path] = set()
-    while (folder := _checkpoint(root, how, warn, skip=unreadable)) is not None:
+    unreadable, parent = set[Path](), numeric.parent
+    while (folder := _checkpoint(root, how, warn, skip=unreadable, parent=parent)) is not None:
         try:
-            drift = _drift(folder, numeric, allow_drift=allow_drift, warn=warn)
+            drift = _drift(folder, numeric, allow_drift=allow_drift or folder == parent, warn=warn)
             prepare(folder)
-            progress = layout.read_manifest(folder).progress
+            manifest = layout.read_manifest(folder)
             reader.load(folder, state.tensors())
-            state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **progress})
+            state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **manifest.progress})
+            if folder == parent:
+                state.parent = {"run": str(folder.parents[1]), "step": manifest.step, "digest": manifest.digest}
             state.drift += [{"step": state.step, "field": name, "before": old, "now": now} for name, old, now in drift]
         except reader.DamagedError as error:
-            if how != "auto":
+            if how != "auto" or folder == parent:
                 raise
             warn(str(error))
             unreadable.add(folder)
@@ -128,7 +133,9 @@ def resumed(
     return None
 
 
-def _checkpoint(root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path]) -> Path | None:
+def _checkpoint(
+    root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path], parent: Path | None
+) -> Path | None:
     """Return the checkpoint that rank 0 selects for all ranks; None to start from scratch.
 
     Raises CheckpointError on every rank when there are checkpoints, but none is usable.
@@ -138,6 +145,10 @@ def _checkpoint(root: Path, how: str, warn: Callable[[str], None], *, skip: Coll
         if dist.get_rank() == 0:
             try:
                 choice = _choose(root, how, warn, skip=skip)
+                if choice is None and parent is not None:
+                    if (reason := problem(parent)) is not None:
+                        raise CheckpointError(f"cannot go on from run.parent={parent}: {reason}")
+                    choice = parent
             except OSError as error:
                 raise CheckpointError(f"cannot use the checkpoints in {root}: {error}") from None
     return broadcast_object(choice)

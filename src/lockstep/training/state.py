@@ -99,6 +99,8 @@ class TrainState:
     """Numeric settings that were changed on a resume (--allow-drift): step, field, before, now."""
     stopping: BestSoFar = field(default_factory=BestSoFar)
     saving: BestSoFar = field(default_factory=BestSoFar)
+    parent: Mapping[str, Any] | None = None
+    """Where the run was forked: run, step, digest of the weights."""
 
     def held_parameters(self) -> list[Tensor]:
         """Return the parameters that have a gradient, but are not trained yet."""
@@ -157,6 +159,7 @@ class TrainState:
             "scaler": self.precision.state_dict(),
             "stopping": vars(self.stopping).copy(),
             "saving": vars(self.saving).copy(),
+            **({"parent": self.parent} if self.parent else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,6 +167,7 @@ class TrainState:
         self.rate_factor, self.is_stopped = state["rate_factor"], state["is_stopped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
+        self.parent = state.get("parent")
         self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])
 
     def decisions(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lockstep.base.errors import printable
 from lockstep.base.templates import ROOT, render
 from lockstep.observe.report.charts import charts, table
 from lockstep.observe.report.goodput import Goodput, Start, goodput, starts
-from lockstep.observe.report.run_files import RunFiles, read
+from lockstep.observe.report.run_files import RunFiles, with_parent
 from lockstep.observe.report.timeline import TimelineEvent, timeline
 from lockstep.observe.run_lines import HistoryLine
 
@@ -32,7 +32,7 @@ SAVED_SETTINGS = ("run.name", "run.dir")
 def write(folder: Path) -> Path:
     """Write the page of a run into its folder. Raises OSError."""
     target = folder / FILE
-    storage.write(target, html([read(folder)]))
+    storage.write(target, html(with_parent(folder)))
     return target
 
 
@@ -118,6 +118,8 @@ def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
     ):
         if value is not None:
             found.append((label, form.format(value)))
+    if parent := run.settings.get("run.parent"):
+        found.append(("forked from", str(parent)))
     if spent:
         found.append(("goodput", f"{spent.share:.1%}"))
     return found

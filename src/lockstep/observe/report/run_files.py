@@ -78,6 +78,13 @@ def read(folder: Path) -> RunFiles:
     )
 
 
+def with_parent(folder: Path) -> list[RunFiles]:
+    """Read the files of a run and, where it is at hand, of the one that it was forked from. Raises ConfigError."""
+    run = read(folder)
+    parent = Path(str(run.settings.get("run.parent"))).parent.parent
+    return [run, read(parent)] if parent.name and RunFolder(parent).has_settings else [run]
+
+
 def curves(run: RunFolder) -> dict[str, LoggedCurve]:
     """Read metrics.jsonl: name -> curve of the values; those of evaluations are called "test ..."."""
     found: dict[str, LoggedCurve] = {}

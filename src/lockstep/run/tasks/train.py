@@ -30,6 +30,7 @@ from lockstep.recipe import recipe as recipes
 from lockstep.recipe import run_paths
 from lockstep.recipe.components import Components, start_notes
 from lockstep.recipe.recipe import Recipe
+from lockstep.run import forgetting
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import FirstStepTimer, training_summary
@@ -67,6 +68,8 @@ class TrainTask(WatchedTask):
     ) -> None:
         super().__init__(recipe, world, signals, began=began)
         self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
+        self.parent = recipe.run.parent if hooks is None else None
+        """Checkpoint of another run to go on from; a trial begins anew."""
         self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
         self.last_evaluation: Evaluation | None = None
         self.own_observers: list[Observer] = []
@@ -131,10 +134,12 @@ class TrainTask(WatchedTask):
         with raise_on_all_ranks():
             if self.mirror is not None:
                 self.mirror.prepare(resume)
-        numeric = NumericRecipe(self.numeric, recipes.unset(self.recipe))
-        return resumed(
+        numeric = NumericRecipe(self.numeric, recipes.unset(self.recipe), self.parent)
+        checkpoint = resumed(
             self.parts.state, self.checkpoints, resume, numeric=numeric, allow_drift=allow_drift, warn=self.warn
         )
+        forgetting.settle_drift(self.parts, self.warn)
+        return checkpoint
 
     def first_look(self, *, is_fresh: bool) -> tuple[TextSample, ...]:
         """Try an evaluation -> what a language model writes before training."""
@@ -341,7 +346,10 @@ class TrainTask(WatchedTask):
         }
         unwritten = None
         if self.world.is_main:
+            certificate = forgetting.certificate(self.parts, summary)
             try:
+                if certificate is not None:
+                    storage.write(self.recipe.folder / forgetting.FILE, json.dumps(certificate, indent=1))
                 storage.write(self.recipe.folder / SUMMARY, json.dumps(summary, indent=1))
             except OSError as error:
                 unwritten = error

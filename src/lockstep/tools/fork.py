@@ -1,0 +1,91 @@
+"""Fork a run: a new one from one of its checkpoints, with other settings, or as if it had never seen some samples."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.base.errors import CheckpointError, ConfigError
+from lockstep.checkpoint import layout
+from lockstep.data.exclusion import excluded_samples
+from lockstep.observe.run_folder import RunFolder
+from lockstep.recipe import recipe as recipes
+from lockstep.recipe import recipe_trust, run_paths
+from lockstep.recipe.recipe import Recipe
+from lockstep.tools.trials import prepared
+from lockstep.training.resume import problem
+
+FIXED = ("data.limit", "train.global_batch")
+"""Settings that decide which place in the data a step is."""
+
+
+def planned(
+    run: Path, settings: Sequence[str], *, at: int | None, without: Path | None, from_start: bool, trusts: bool
+) -> tuple[Recipe, tuple[str, ...], str]:
+    """Return a new run, the arguments of its workers, and a sentence on where it begins: at the newest checkpoint at or
+    before a step, or before the first use of the samples that it is to leave out. Raises UserError."""
+    parent, root, named = run_paths.locate(run)
+    file, begins_at = root.parent / "recipe.yaml", layout.step_of(named) if named and at is None else at
+    recipe = recipes.load(file, ["run.name=null", *settings, *_excluding(parent, without)])
+    _check(parent, recipe)
+    trust = recipe_trust.authorize(recipe, file, trusts=trusts)
+    checkpoint, what = None, "anew"
+    if not from_start:
+        if without and begins_at is None:
+            begins_at = _first_use(parent, recipe, root)
+        checkpoint = _newest(root, begins_at, recipe)
+        what = f"on after step {layout.step_of(checkpoint)} of {root.parent}"
+        if begins_at not in (None, layout.step_of(checkpoint)):
+            what += f", whose newest checkpoint up to step {begins_at} this is"
+    suffix = f"without-{without.stem}" if without else f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
+    changes = {"name": recipe.run.name or f"{parent.run.name}-{suffix}", "parent": checkpoint}
+    recipe = recipe.model_copy(update={"run": recipes.RunSection(**{**dict(recipe.run), **changes})})
+    if RunFolder(recipe.folder).has_settings:
+        raise ConfigError(f"{recipe.folder} is a run already: choose another --name, or go on with `lockstep train`")
+    return recipe, trust, f"{recipe.folder} trains {what}"
+
+
+def _excluding(parent: Recipe, without: Path | None) -> list[str]:
+    files = [*parent.data.exclude, *([without.absolute()] if without else [])]
+    return [f"data.exclude={json.dumps([*map(str, files)])}"] if without else []
+
+
+def _check(parent: Recipe, recipe: Recipe) -> None:
+    """Raise ConfigError for settings with which the run cannot go on."""
+    for key in FIXED:
+        section, _, field = key.partition(".")
+        before, now = (getattr(getattr(each, section), field) for each in (parent, recipe))
+        if before != now:
+            what = f"{key} is {before} in the run, and decides which place in the data a step is"
+            raise ConfigError(
+                f"{what}: a fork cannot change it; model.init={parent.folder} starts anew with its weights"
+            )
+
+
+def _first_use(parent: Recipe, recipe: Recipe, root: Path) -> int | None:
+    """Return the number of steps before the first with a sample that only the new run leaves out; None where no step of
+    the run had one. Raises ConfigError where they mattered before."""
+    if recipe.train.class_weights == "balanced":
+        why = "train.class_weights=balanced has counted the classes of these samples in each step"
+        raise ConfigError(f"{why}: --from-start trains anew without them")
+    data, known = prepared(recipe), layout.listed(root)
+    new = np.setdiff1d(data.excluded, excluded_samples(parent.data.exclude, data.train))
+    return data.order().first_use(new, layout.step_of(known[0]) if known else 0)
+
+
+def _newest(root: Path, at: int | None, recipe: Recipe) -> Path:
+    """Return the newest whole checkpoint of step `at` or before. Raises CheckpointError, with what another start would
+    cost."""
+    steps = {folder: layout.step_of(folder) for folder in layout.listed(root)}
+    for folder, step in steps.items():
+        if (at is None or step <= at) and problem(folder) is None:
+            return folder
+    summary = RunFolder(root.parent).summary()
+    done, speed = summary.steps or max(steps.values(), default=0), summary.train_samples_per_second
+    minutes = f", about {done * recipe.train.global_batch / speed / 60:,.1f} min" if speed else ""
+    raise CheckpointError(
+        f"{root.parent} keeps no checkpoint of step {at} or before"
+        + (f"; the oldest is of step {min(steps.values())}" if steps else "")
+        + f". --from-start trains anew: {done:,} steps{minutes}"
+    )
