@@ -116,7 +116,8 @@ def test_what_cannot_be_gone_on_from_is_told(ranks, parent):
     shutil.rmtree(run / "checkpoints/step-000000001")
     shutil.rmtree(run / "checkpoints/step-000000002")
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint of step 2 or before; the oldest is of step 4\. --from-start .* 14 steps"
+        CheckpointError,
+        match=r"no whole checkpoint of step 2 or before; the oldest is of step 4\. --from-start .* 14 steps",
     ):
         planned(run, at=2)
 
@@ -176,7 +177,7 @@ def test_no_certificate_where_there_is_no_such_training(ranks, tmp_path, parent)
         shutil.rmtree(run / f"checkpoints/step-{step:09}")
     with pytest.raises(
         CheckpointError,
-        match=r"no checkpoint of step 2 or before; the oldest is of step 3\. --from-start trains anew: 14 steps, about 0\.\d min",
+        match=r"no whole checkpoint of step 2 or before \(step 3 was the first with one of these samples\); the oldest is of step 3\. --from-start trains anew: 14 steps, about 0\.\d min",
     ):
         planned(run, without=tmp_path / "gone.txt")
 

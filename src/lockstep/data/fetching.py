@@ -74,8 +74,6 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         if self.dtypes is None:
             self.dtypes = {}
             for index in range(min(len(self.source), MAX_TRIES)):
-                if index in self.faults.excluded:
-                    continue
                 try:
                     first = self.collated(ShardRequest(step=-1, shard=0, epoch=-1, indices=(index,)))
                 except Exception:

@@ -32,9 +32,9 @@ def planned(
     trust = recipe_trust.authorize(recipe, file, trusts=trusts)
     checkpoint, what = None, "anew"
     if not from_start:
-        if without and begins_at is None:
-            begins_at = _first_use(parent, recipe, root)
-        checkpoint = _newest(root, begins_at, recipe)
+        first = _first_use(parent, recipe, root) if without and begins_at is None else None
+        begins_at = begins_at if first is None else first
+        checkpoint = _newest(root, begins_at, recipe, is_first=first is not None)
         what = f"on after step {layout.step_of(checkpoint)} of {root.parent}"
         if begins_at not in (None, layout.step_of(checkpoint)):
             what += f", whose newest checkpoint up to step {begins_at} this is"
@@ -74,9 +74,9 @@ def _first_use(parent: Recipe, recipe: Recipe, root: Path) -> int | None:
     return data.order().first_use(new, layout.step_of(known[0]) if known else 0)
 
 
-def _newest(root: Path, at: int | None, recipe: Recipe) -> Path:
-    """Return the newest whole checkpoint of step `at` or before. Raises CheckpointError, with what another start would
-    cost."""
+def _newest(root: Path, at: int | None, recipe: Recipe, *, is_first: bool) -> Path:
+    """Return the newest whole checkpoint of step `at` or before, where `is_first`: the next has one of the samples.
+    Raises CheckpointError, with what another start would cost."""
     steps = {folder: layout.step_of(folder) for folder in layout.listed(root)}
     for folder, step in steps.items():
         if (at is None or step <= at) and problem(folder) is None:
@@ -84,8 +84,9 @@ def _newest(root: Path, at: int | None, recipe: Recipe) -> Path:
     summary = RunFolder(root.parent).summary()
     done, speed = summary.steps or max(steps.values(), default=0), summary.train_samples_per_second
     minutes = f", about {done * recipe.train.global_batch / speed / 60:,.1f} min" if speed else ""
+    why = f" (step {at + 1} was the first with one of these samples)" if is_first and at is not None else ""
     raise CheckpointError(
-        f"{root.parent} keeps no checkpoint of step {at} or before"
+        f"{root.parent} keeps no whole checkpoint{f' of step {at} or before' if at is not None else ''}{why}"
         + (f"; the oldest is of step {min(steps.values())}" if steps else "")
         + f". --from-start trains anew: {done:,} steps{minutes}"
     )
