@@ -7,15 +7,49 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from training_runs import config_in as resolved_in
 from training_runs import lines, run_on_rank
 
+from lockstep.base import trust
 from lockstep.base.errors import CheckpointError, ConfigError
 from lockstep.data.order import Order
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe.splits import open_splits
 from lockstep.tools import fork
 
+OWN = """
+import numpy as np
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Table(Dataset):
+    classes = ["a", "b"]
+
+    def __len__(self):
+        return 90
+
+    def __getitem__(self, index):
+        return {"features": np.random.default_rng(index).normal(size=4).astype(np.float32), "label": index % 2}
+
+
+def source(options, split):
+    return Table()
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+    def forward(self, batch):
+        return self.layers(batch["features"])
+
+
+def build(options, spec):
+    return Network()
+"""
 KEPT = {"every_steps": 1, "keep": 50}
 
 
@@ -198,6 +232,49 @@ def test_balanced_class_weights_have_counted_the_samples(ranks, tmp_path):
 
 
 MIX = [{"kind": "digits", "limit": 90}, {"kind": "digits", "weight": 2}]
+
+
+def saved_bert(folder, minilm):
+    """A tiny encoder with random weights."""
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["table", "own"])
+def test_tables_and_data_of_ones_own_forget(ranks, tmp_path, minilm, kind):
+    """Rows of a user, of texts that are sorted by length; samples by number, of any data set."""
+    if kind == "table":
+        saved_bert(tmp_path / "bert", minilm)
+        rows = [f"{'goal match ' * (number % 7 + 1)}{number},{number % 2},u{number}" for number in range(90)]
+        (tmp_path / "t.csv").write_text("\n".join(["text,label,user", *rows]))
+        data = {"kind": "files", "train": str(tmp_path / "t.csv"), "cache": str(tmp_path / "cache"), "limit": None}
+        sections = {"data": {**data, "group_by_length": 2, "image_processor": "none"}}
+        sections["model"] = {"kind": "transformer", "name": str(tmp_path / "bert"), "max_length": 16}
+    else:
+        (tmp_path / "own.py").write_text(OWN)
+        trust.own(trust.code_with_imports(tmp_path / "own.py"))
+        sections = {"data": {"kind": "user", "file": str(tmp_path / "own.py"), "limit": None}}
+        sections["model"] = {"kind": "user", "file": str(tmp_path / "own.py")}
+    sections["train"] = {"epochs": None, "steps": 6, "global_batch": 12, "micro_batch": 4}
+    parent = resolved_in(tmp_path, "parent", checkpoint=KEPT, **sections)
+    ranks(2, run_on_rank, parent)
+    data = open_splits(recipes.of_sections(parent))
+    number = int(data.order().shards(4)[1][0])
+    users = data.train.source.cells(["user"])[0] if kind == "table" else ()
+    (tmp_path / "gone.csv").write_text(f"user\n{users[number]}\n" if users else f"{number}\n")
+    config, what = planned(tmp_path / "parent", without=tmp_path / "gone.csv")
+    assert "on after step 4 of" in what
+    found = ranks(3, run_on_rank, config)[0]
+    fresh = {**parent, "run": {**parent["run"], "name": "fresh"}}
+    fresh["data"] = {**parent["data"], "exclude": str(tmp_path / "gone.csv")}
+    assert found["digest"] == ranks(1, run_on_rank, fresh)[0]["digest"] == certificate(config)["digest"]
+    depends = "their lengths" if kind == "table" else "what data.file computes"
+    assert depends in " ".join(certificate(config)["depends_on"])
 
 
 @pytest.mark.parametrize("kind", ["mixture", "chats", "texts"])
