@@ -54,6 +54,8 @@ class RunSummary(BaseModel):
     torch_version: Name | None = None
     numeric_recipe: dict[Name, Any] = Field({}, max_length=1000)
     drift: list[Drift] = []
+    parent: dict[Name, Any] | None = Field(None, max_length=10)
+    """Where the run was forked: run, step, digest."""
 
     @field_validator("confusion_matrix")
     @classmethod

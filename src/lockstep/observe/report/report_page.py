@@ -118,8 +118,9 @@ def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
     ):
         if value is not None:
             found.append((label, form.format(value)))
-    if parent := run.settings.get("run.parent"):
-        found.append(("forked from", str(parent)))
+    if parent := run.summary.parent:
+        name, step, digest = (str(parent.get(key)) for key in ("run", "step", "digest"))
+        found.append(("forked from", f"{Path(name).name}, step {step}, digest {digest[:16]}"))
     if spent:
         found.append(("goodput", f"{spent.share:.1%}"))
     return found
