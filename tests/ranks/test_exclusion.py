@@ -211,6 +211,15 @@ def test_rows_of_a_table_are_found_by_any_of_its_columns(tmp_path):
         opened(**data, exclude=str(tmp_path / "x.csv"))
 
 
+def test_a_part_of_the_data_leaves_the_same_samples_out(tmp_path):
+    """As proofs and the search for a micro-batch take one."""
+    (tmp_path / "x.txt").write_text("3\n4\n90\n")
+    splits = opened(kind="digits", exclude=str(tmp_path / "x.txt"))
+    part = splits.renumbered(np.array([90, 5, 3]))
+    assert part.excluded.tolist() == [0, 2] and part.faults["train"].excluded == {0, 2}
+    assert splits.excluded.tolist() == [3, 4, 90] and splits.faults["train"].excluded == {3, 4, 90}
+
+
 def test_chats_are_found_by_the_keys_of_their_lines(tmp_path):
     """Each sample with a token of one of them is left out."""
     said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]

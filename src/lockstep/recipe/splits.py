@@ -3,7 +3,7 @@
 import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, cast
@@ -154,6 +154,12 @@ class Splits:
                     break
                 facts[name] = found
         return facts | {"data.samples": len(self.train)} | window | sizes
+
+    def renumbered(self, rows: np.ndarray) -> "Splits":
+        """Return the data with the numbers that excluded samples have among these rows of the training split."""
+        excluded = np.flatnonzero(np.isin(rows, self.excluded))
+        train = replace(self.faults["train"], excluded=frozenset(excluded.tolist()))
+        return replace(self, excluded=excluded, faults={**self.faults, "train": train})
 
     def order(self) -> Order:
         """Return the order in which training visits the samples."""

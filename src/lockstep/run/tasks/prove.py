@@ -44,10 +44,9 @@ class ProofHooks(Hooks):
         mixture = data.mixture and data.mixture.spread(samples)
         blocks = data.blocks and replace(data.blocks, samples=samples, is_endless=False)
         train, test = spread_evenly(data.train, samples), spread_evenly(data.test, self.request.test_samples)
-        if len(excluded := data.excluded):
-            excluded = np.flatnonzero(np.isin(EvenRows(len(train), len(data.train))[np.arange(len(train))], excluded))
-            data.faults["train"].excluded = frozenset(excluded.tolist())
-        data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks, excluded=excluded)
+        if len(data.excluded):
+            data = data.renumbered(EvenRows(len(train), len(data.train))[np.arange(len(train))])
+        data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks)
         return replace(parts, data=data, order=data.order())
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:

@@ -246,7 +246,7 @@ def longest(components: Components) -> Components:
     rows = np.argsort(components.data.train.lengths, kind="stable")[-components.order.global_batch :]
     train = select(components.data.train, rows)
     order = replace(components.order, samples=len(train), lengths=train.lengths, mixed=None)
-    return replace(components, data=replace(components.data, train=train), order=order, total_steps=1)
+    return replace(components, data=replace(components.data.renumbered(rows), train=train), order=order, total_steps=1)
 
 
 def synchronize(components: Components) -> None:
