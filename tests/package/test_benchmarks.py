@@ -19,6 +19,7 @@ SMALL = {
     "checkpoint_stall": ["--models", "encoder", "--worlds", "1", "--pairs", "2"],
     "estimate": ["--models", "cnn", "--strategies", "ddp", "--worlds", "1", "--rounds", "1", "--root", "DATA"],
     "language_model": ["--rounds", "1", "--steps", "12"],
+    "recheck": ["--works", "cnn-64", "--worlds", "2", "--rounds", "1", "--steps", "40"],
     "recovery": ["--faults", "1", "--rounds", "1", "--pairs", "1", "--seconds", "1"],
     "reproducibility": ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"],
     "scale_on_paper": [],

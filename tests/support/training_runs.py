@@ -24,12 +24,13 @@ class StopAfter(SignalWatch):
         return self.job is not None and self.job.reached >= self.step
 
 
-def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
+def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False, hooks=None):
     """One run of this rank -> (summary or error message)."""
     recipe = Recipe.model_validate(config)
     interruption = StopAfter(stop_after) if stop_after else SignalWatch()
     rank, size = dist.get_rank(), dist.get_world_size()
-    job = TrainTask(recipe, World(rank=rank, size=size, local_rank=rank, local_size=size), interruption)
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    job = TrainTask(recipe, world, interruption, hooks=hooks)
     interruption.job = job
     job.reached = 0
     job.bus.subscribe(Reached(job))

@@ -15,6 +15,7 @@ LockstepError            the base: never raised itself
 ├── SampleError          the user's code failed on a sample (the same)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
+│   └── Corruption       a process computes wrongly, as a run of the same shard elsewhere shows
 ├── PeerLost             another process of the run has exited (exit code 5)
 ├── HangDetected         no process makes progress; the watchdog thread ends it (exit code 6)
 ├── RunFailed            a process of a run that lockstep.train() started failed (any other exit code)
@@ -130,6 +131,10 @@ class Desync(LockstepError):
         super().__init__(message)
         self.equal_at = equal_at
         """The last step after which the weights were known to be equal."""
+
+
+class Corruption(Desync):
+    """A process computes wrongly: another one gets other gradients from the same samples and weights."""
 
 
 class PeerLost(LockstepError):

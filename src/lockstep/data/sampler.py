@@ -54,10 +54,14 @@ class TrainingRequests:
     owned: Owned
     start: int
     stop: int
+    again: Callable[[int], Owned | None] = lambda _: None
+    """Step -> the shards that this rank runs when the step is run once more, if it is (observe.recheck)."""
 
     def __iter__(self) -> Iterator[ShardRequest]:
         for step in range(self.start, self.stop):
             yield from step_requests(self.order, step, self.owned)
+            if (owned := self.again(step)) is not None:
+                yield from step_requests(self.order, step, owned)
 
 
 @dataclass(frozen=True, kw_only=True)

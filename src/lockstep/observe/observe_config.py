@@ -24,6 +24,12 @@ class ObserveSection(Section):
     that the others wait for)."""
     desync_every: int | None = Field(200, ge=1, le=MANY)
     """Compare the weights of all processes every this many steps, and stop if they are not equal."""
+    recheck: float | None = Field(None, gt=0, le=1)
+    """Share of the steps in which each shard is computed once more by another process, on another machine where there
+    is one, to find a process that computes wrongly before the weights are updated; it costs that share of the time."""
+    on_corruption: Literal["leave", "stop", "warn"] = "leave"
+    """What follows for a process that computes wrongly. leave: it leaves the run where that recovers live, else stop;
+    stop: the run ends with an error; warn: the run goes on with the right gradients."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """[FIRST, LAST]: steps under the PyTorch profiler, written to profile/trace-rank-N.json.gz in the run's folder."""
     file: LocalPath | None = None

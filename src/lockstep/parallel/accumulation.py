@@ -85,6 +85,7 @@ class Accumulation:
             if not self.leaves_last:
                 parameter.grad = None
             return
+        self.passes.note(parameter, [gradient])
         self.trees[parameter].add((micro_batch.shard, 1), gradient)
         parameter.grad = None
         if self.leaves_last and self.passes.is_last:

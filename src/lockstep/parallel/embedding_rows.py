@@ -117,6 +117,7 @@ class EmbeddingRows:
         assert micro_batch is not None
         if micro_batch.ghost:
             return
+        self.passes.note(weight, [found.rows, found.values])
         if micro_batch.shard != self.shard:
             self._end_shard()
             self.shard = micro_batch.shard

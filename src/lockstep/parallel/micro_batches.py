@@ -14,10 +14,14 @@ from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import detached, widened
 from lockstep.core.modules.weight_watch import WeightWatch
+from lockstep.core.numerics.checksum import checksum
 from lockstep.core.numerics.loss import unweighted, weighted, with_gradient
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.tree import tree_sum
+
+LOSS = "loss"
+"""Key of a loss among checksums by parameter."""
 
 
 class MicroBatches:
@@ -49,6 +53,14 @@ class MicroBatches:
         """The micro-batch whose gradients arrive now."""
         self.is_last = False
         """Whether it is the last one of this rank in the step."""
+        self.checksums: dict[int, dict[object, list[Tensor]]] | None = None
+        """Shard -> parameter, or LOSS -> checksums of what it gives; None where these are not wanted."""
+
+    def note(self, key: object, tensors: Iterable[Tensor]) -> None:
+        """Keep checksums of what the current micro-batch gives, if they are wanted."""
+        if self.checksums is not None and self.current is not None and not self.current.ghost:
+            of_shard = self.checksums.setdefault(self.current.shard, {})
+            of_shard.setdefault(key, []).extend(checksum(tensor.detach()) for tensor in tensors)
 
     def at(self, micro_batch: MicroBatch, *, returns: bool = False) -> None:
         """Set the current micro-batch, before each forward pass, and each backward pass that `returns` to one after
@@ -109,6 +121,7 @@ class MicroBatches:
             with nullcontext() if self.is_last else no_sync():
                 loss = self.loss(micro_batch, self.outputs(micro_batch, call))
                 losses.append(loss)
+                self.note(LOSS, [loss.total, *(loss.sums[name] for name in sorted(loss.sums))])
                 if self.is_last:
                     before_last_backward(losses)
                 self.start_backward()

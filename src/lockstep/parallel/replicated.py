@@ -34,12 +34,15 @@ class Replicated:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
         self.placed: tuple[MicroBatches, Accumulation, EmbeddingRows] | None = None
-        self._all_reduces: dict[tuple[int, Shards], AllReduce] = {}
+        self.runners: tuple[int, ...] | None = None
+        """The ranks that run shards, in another order than usual, while a step is run once more."""
+        self._all_reduces: dict[tuple[int, Shards, tuple[int, ...] | None], AllReduce] = {}
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Prepare the model; its own parameters are optimised. May be called again."""
         self.release()
         self._all_reduces.clear()
+        self.runners = None
         vars(self).pop("all_reduce", None)  # it would keep the process group of an earlier placing
         if self.precision.device.type == "cpu":
             keep_freed_memory()
@@ -59,14 +62,24 @@ class Replicated:
             self.embedding_rows.remove()
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
-        return contiguous(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
+        return self.owned_by(None, shards, present)
+
+    def owned_by(self, runners: Sequence[int] | None, shards: int, present: Shards) -> Sequence[int | None]:
+        """Return what `owned` does, where the shards are shared out to `runners` in this order."""
+        runners, rank = range(dist.get_world_size()) if runners is None else runners, dist.get_rank()
+        if rank not in runners:
+            return [None]
+        return contiguous(runners.index(rank), len(runners), shards=shards, present=present) or [None]
 
     def all_reduce_of(self, shards: int, present: Shards, group: dist.ProcessGroup) -> AllReduce:
         """Return the all-reduce of a step; cached, since a run has two kinds of steps, full and ragged."""
-        if (shards, present) not in self._all_reduces:
-            owned = contiguous_by_rank(group.size(), shards=shards, present=frozenset(range(shards)))
-            self._all_reduces[shards, present] = AllReduce(owned, present, group)
-        return self._all_reduces[shards, present]
+        if (key := (shards, present, self.runners)) not in self._all_reduces:
+            runners = range(group.size()) if self.runners is None else self.runners
+            shares = contiguous_by_rank(len(runners), shards=shards, present=frozenset(range(shards)))
+            own = dict(zip(runners, shares, strict=True))
+            owned = [own.get(rank, frozenset[int]()) for rank in range(group.size())]
+            self._all_reduces[key] = AllReduce(owned, present, group)
+        return self._all_reduces[key]
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:

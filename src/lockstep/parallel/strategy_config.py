@@ -21,6 +21,8 @@ class StrategySection(PluginSection):
     """Whether a micro-batch is as much work for one process as for another."""
     HAS_COMMON_BITS: ClassVar[bool] = True
     """Whether it gives the weights that other strategies give."""
+    CAN_RECHECK: ClassVar[bool] = False
+    """Whether a process can run the shards of another one (observe.recheck)."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}
     """Settings with which it accepts models that it does not accept by default."""
 

@@ -228,6 +228,13 @@ class LiveMessages:
         self.store.set(f"report/{name}", json.dumps(asdict(report)))
         self.store.add("reports", 1)
 
+    def leave(self, name: str) -> None:
+        """Announce that a worker ends for good."""
+        self.store.set(f"left/{name}", "")
+
+    def has_left(self, name: str) -> bool:
+        return self.store.check([f"left/{name}"])
+
     @property
     def num_reports(self) -> int:
         return int(self.store.add("reports", 0))

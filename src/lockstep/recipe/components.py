@@ -27,7 +27,7 @@ from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.preparation import Preparation, needed
-from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.data.sampler import EvaluationRequests, Owned, TrainingRequests
 from lockstep.models._own_functions import own_metrics
 from lockstep.models.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested, mode_of
 from lockstep.models.objectives._choice import objective_of, with_objective
@@ -57,6 +57,8 @@ class Components:
     warm_start: WarmStart | None = None
     token_flops: int | None = None
     """Floating-point operations per token of a language model, on the main rank."""
+    again: Callable[[int], Owned | None] = lambda _: None
+    """See TrainingRequests."""
 
     @property
     def strategy(self) -> Strategy:
@@ -64,8 +66,14 @@ class Components:
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches, a list per step, from step `start` on."""
-        requests = TrainingRequests(order=self.order, owned=self.strategy.owned, start=start, stop=self.total_steps)
+        owned, stop = self.strategy.owned, self.total_steps
+        requests = TrainingRequests(order=self.order, owned=owned, start=start, stop=stop, again=self.again)
         return self.data.training_loader(requests, self.device).steps()
+
+    def micro_batches(self, step: int, owned: Owned) -> list[MicroBatch]:
+        """Load micro-batches of one step. Raises SampleError."""
+        requests = TrainingRequests(order=self.order, owned=owned, start=step, stop=step + 1)
+        return next(self.data.training_loader(requests, self.device, workers=0).steps())
 
     def owned(self, step: int) -> tuple[list[int], frozenset[int]]:
         """Return the non-empty shards of a step: those of this rank, and all of them."""

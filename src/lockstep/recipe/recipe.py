@@ -99,6 +99,7 @@ def contradictions(recipe: Recipe) -> list[Complaint]:
         *_modality(recipe),
         *_processor(recipe),
         *_parallelism(recipe),
+        *_recheck(recipe),
         *_unknown_metrics(recipe),
         *_optimizer(recipe),
         *_adapter(recipe),
@@ -162,6 +163,18 @@ def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
     if train.batchnorm == "sync" and parallel.SHARES_SHARDS:
         what = f"processes that share a model run the same samples, but parallel.kind={parallel.kind}"
         yield ("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"
+
+
+def _recheck(recipe: Recipe) -> Iterator[Complaint]:
+    kind, why = recipe.parallel.kind, None
+    if not recipe.parallel.CAN_RECHECK:
+        why = f"parallel.kind={kind} gives a process shards that no other one could run; set parallel.kind=ddp"
+    elif recipe.run.reproducibility == "fast":
+        why = "run.reproducibility=fast gives other bits when a step is run again; set it to exact"
+    elif recipe.train.batchnorm == "sync":
+        why = "train.batchnorm=sync makes a shard depend on those of other processes; set it to shard"
+    if why is not None and recipe.observe.recheck is not None:
+        yield ("observe", "recheck"), f"{why}, or observe.recheck=null"
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Complaint]:

@@ -27,6 +27,13 @@ class UserCodeChecks:
         findings = (finding.message for finding in self.findings or () if finding.leaves_promise)
         return self.parts.world_size_dependence or next(findings, None)
 
+    @property
+    def dependence_between_runs(self) -> str | None:
+        """Why two runs of a step may differ though no process computes wrongly. What differs with the process only may
+        come of a process that does."""
+        findings = (each.message for each in self.findings or () if each.leaves_promise and each.kind != "process")
+        return self.parts.world_size_dependence or next(findings, None)
+
     def summary(self) -> dict[str, Any]:
         """Return the findings for summary.json."""
         findings = None if self.findings is None else [finding.plain() for finding in self.findings]

@@ -137,7 +137,8 @@ def strategy(kind: str, **settings: Any) -> StrategySection:
 
 
 def varied(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]], *, parallel: StrategySection) -> Recipe:
-    """Return the recipe with another strategy and with some settings changed, by section."""
+    """Return the recipe with another strategy, without rechecks, and with some settings changed, by section."""
+    sections = {**sections, "observe": {"recheck": None, **sections.get("observe", {})}}
     updates: dict[str, Any] = {
         name: getattr(recipe, name).model_copy(update=dict(values)) for name, values in sections.items()
     }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Averaged, Batch, Strategy
+from lockstep.base.model_contracts import Averaged, Batch, LossSum, MicroBatch, Strategy
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -81,6 +81,8 @@ class TrainState:
     confirm: Callable[[], None] | None = None
     """Collective of live recovery by ranks that hold the state together; ends once the gradients of a step are complete
     on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
+    recheck: Callable[[Sequence[MicroBatch]], LossSum] | None = None
+    """Runs a step in the strategy's place, and some steps more than once (observe.recheck)."""
     ready_step: Callable[[], Any] | None = None
     """Applies the gradients and returns the step's Outcome; set while a rank is in `confirm`."""
     is_applying: bool = False

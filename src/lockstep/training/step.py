@@ -54,7 +54,7 @@ def step(
     if state.term_counts is not None:
         micro_batches = with_term_weights(micro_batches, state.term_counts)
     with explained_nondeterminism(state.module):
-        loss = state.strategy.forward_backward(micro_batches)
+        loss = (state.recheck or state.strategy.forward_backward)(micro_batches)
     with phase("optimizer"):
         return update(state, loss, clip=clip, skip_non_finite=skip_non_finite)
 

@@ -114,7 +114,8 @@ def with_term_weights(
         for each in counted
         if not each.ghost
     }
-    shards = dict(sorted(item for counts in all_gather_object(own) for item in counts.items()))
+    everyone = {shard: counts for rank in all_gather_object(own) for shard, counts in rank.items()}
+    shards = dict(sorted(everyone.items()))  # of which two ranks may have run the same one (observe.recheck)
     samples = sum(number for number, _ in shards.values())
     names = sorted({name for _, counts in shards.values() for name in counts})
     totals = {name: math.fsum(counts.get(name, 0.0) for _, counts in shards.values()) for name in names}

@@ -144,8 +144,9 @@ class LiveWorkers(WorkerProcesses):
         if is_member:
             self.deaths[worker.slot] = self.failure_of_process(worker, code)
         slot = self.slots[worker.slot]
-        slot.schedule(has_failed=code > 0)
         self._replace(slot)
+        slot.is_closed = slot.is_closed or self.notes.has_left(worker.name)
+        slot.schedule(has_failed=code > 0)
 
     def _start_spares(self) -> None:
         for slot in self.slots:
@@ -164,7 +165,8 @@ class LiveWorkers(WorkerProcesses):
         rank, kills_before = self.formation.members.index(worker.name), self.kills_before
         self.kills_before = oom_kills()
         where = "" if self.place.is_alone else f" on {platform.node()}"
-        return f"rank {rank} (process {worker.process.pid}{where}) {death(code, kills_before)}"
+        end = "has left the run" if self.notes.has_left(worker.name) else death(code, kills_before)
+        return f"rank {rank} (process {worker.process.pid}{where}) {end}"
 
     def _read_reports(self) -> None:
         seen, self.num_reports = self.num_reports, self.notes.num_reports

@@ -20,7 +20,7 @@ from lockstep.core.host.activity import GRADIENTS, waiting_in
 from lockstep.core.modules.dtensors import parameter_views
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.transport import transport
+from lockstep.core.reduction.transport import NetworkTransport, transport
 from lockstep.parallel.micro_batches import WorldLoss
 from lockstep.parallel.replicated import Replicated
 from lockstep.parallel.strategies.ddp import Config
@@ -124,7 +124,7 @@ class DataParallel(Replicated):
         apart = [name for name, p in model.named_parameters() if p in self.embedding_rows.gradients]
         self.trainable = sum(parameter.requires_grad for parameter in self.parameters) - len(apart)
         device = self.parameters[0].device
-        self.worker, self.transport = comm_worker(device), transport(device)
+        self.worker, self.fastest = comm_worker(device), transport(device)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
         self.wrapped = DistributedDataParallel(
             model,
@@ -141,7 +141,9 @@ class DataParallel(Replicated):
         """Run this rank's shards; the backward pass of the last one reduces the gradients."""
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
-        self.all_reduce = self.all_reduce_of(shards, present, self.transport.group)
+        group = self.fastest.group  # its memory is shared out by the usual order of ranks
+        self.transport = self.fastest if self.runners is None else NetworkTransport(group)
+        self.all_reduce = self.all_reduce_of(shards, present, group)
         self.summed, self.num_reduced, self.last_bucket = [], 0, None
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)

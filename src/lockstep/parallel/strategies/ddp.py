@@ -14,6 +14,7 @@ from lockstep.parallel.strategy_config import StrategySection
 class Config(StrategySection):
     """Every process holds the whole model and runs its share of the shards."""
 
+    CAN_RECHECK: ClassVar[bool] = True
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {"find_unused": True}
 
     bucket_mb: float = Field(25.0, ge=1e-4, le=2**16)

@@ -9,3 +9,4 @@ class Config(StrategySection):
     """One process runs every shard."""
 
     MOST_PROCESSES: ClassVar[int | None] = 1
+    CAN_RECHECK: ClassVar[bool] = True

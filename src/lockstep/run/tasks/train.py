@@ -31,6 +31,7 @@ from lockstep.recipe import run_paths
 from lockstep.recipe.components import Components, start_notes
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import forgetting
+from lockstep.run.rechecking import Recheck
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import FirstStepTimer, training_summary
@@ -75,6 +76,10 @@ class TrainTask(WatchedTask):
         self.own_observers: list[Observer] = []
         """Observers of the user's file, on rank 0."""
         self.steering = Steering(self.bus, recipe.folder / FILE if world.is_main else None)
+        self.rechecked: dict[str, Any] = {}
+        """Number of rechecked steps, and what was found."""
+        self.leave: Callable[[], None] | None = None
+        """Ends this process for good, while the others go on; None where they could not."""
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
         self.mirror = self.mirror_here() if world.is_main else None
@@ -240,6 +245,9 @@ class TrainTask(WatchedTask):
     def wired(self) -> Training:
         """Build the training loop."""
         recipe, parts = self.recipe, self.parts
+        if recipe.observe.recheck is not None:
+            recheck = Recheck(parts, self.checks, self.warn, leave=self.leave, facts=self.rechecked)
+            parts.state.recheck, parts.again = recheck, recheck.again
         ranks = RankComparison(parts.replicated_tensors(), parts.state.step, parts.strategy.copies)
         tidy = partial(retention.tidy, self.checkpoints, recipe.checkpoint)
         writer = Writer(self.checkpoints, tidy, copies=parts.strategy.copies)
@@ -337,6 +345,7 @@ class TrainTask(WatchedTask):
             **self.final_digests(status),
             **self.checks.summary(),
             "bad_samples": self.skipped_samples(),
+            "rechecked": self.rechecked,
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
             "shares_gpus": devices.are_shared(self.world),

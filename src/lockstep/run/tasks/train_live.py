@@ -97,7 +97,7 @@ class LiveTrainTask(TrainTask):
 
     def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, live: LiveGroup, began: float) -> None:
         super().__init__(recipe, world, signals, began=began)
-        self.live, self.backlog = live, Backlog()
+        self.live, self.backlog, self.leave = live, Backlog(), live.end_for_good
         self.over_nccl = recovers_over_nccl()
         """Whether a collective may end with any values where a process is lost, and no error."""
         self.regrouped: list[dict[str, Any]] = []

@@ -1,0 +1,163 @@
+"""observe.recheck: bits that flip on one rank are found before the update, and the weights are those without them."""
+
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from places import OWN
+from training_runs import config_in, run_on_rank
+
+from lockstep.base.errors import ConfigError
+from lockstep.recipe import recipe as recipes
+from lockstep.run.rechecking import shifts
+from lockstep.run.tasks.train import Hooks
+
+MODEL = {"kind": "user", "file": str(OWN / "normed.py")}
+"""With BatchNorm and dropout."""
+STEPS = 7
+
+
+def flip(tensor):
+    """Change the highest bits of the fractions of some numbers: a ReLU or dropout may hide that of one."""
+    tensor.detach().as_strided([32], [1]).view(torch.int32).bitwise_xor_(3 << 21)
+
+
+class Flipping(Hooks):
+    """Bits of one rank flip: in the outputs of a module, from a call in training on, or in the gradients' sum."""
+
+    def __init__(self, rank, where, first, last=None):
+        self.rank, self.where, self.first, self.last = rank, where, first, last or first
+        self.calls = 0
+
+    def starting(self, task, parts, training):
+        if dist.get_rank() != self.rank:
+            return
+        if self.where == "sum":
+            self.real, self.parameters = parts.strategy.forward_backward, parts.strategy.parameters
+            parts.strategy.forward_backward = self.summed
+        else:
+            self.module = parts.model.get_submodule(self.where)
+            self.real, self.module.forward = self.module.forward, self.called
+
+    def is_due(self, counts):
+        self.calls += counts
+        return self.first <= self.calls <= self.last
+
+    def called(self, inputs):
+        outputs = self.real(inputs)
+        if self.module.training and self.is_due(torch.is_grad_enabled()):
+            outputs = outputs.clone()
+            flip(outputs)
+        return outputs
+
+    def summed(self, micro_batches):
+        loss = self.real(micro_batches)
+        if self.is_due(True):
+            flip(self.parameters[0].grad)
+        return loss
+
+
+def run(ranks, tmp_path, world, share, hooks=None, answer="warn", model=MODEL, **sections):
+    name = f"run-{len(list(tmp_path.iterdir()))}"
+    observe = {"sinks": ["jsonl"], "log_every": 1, "recheck": share, "on_corruption": answer}
+    config = config_in(
+        tmp_path, name, model=model, observe=observe, **{"train": {"steps": STEPS, "epochs": None}} | sections
+    )
+    found, *_ = ranks(world, run_on_rank, config, "auto", None, False, hooks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory):
+    return run(ranks, tmp_path_factory.mktemp("undisturbed"), 1, None)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_weights_are_those_without_rechecks(ranks, tmp_path, undisturbed, world):
+    """Also where steps have few shards, so that some ranks run none."""
+    found = run(ranks, tmp_path, world, 1.0)
+    assert found["digest"] == undisturbed["digest"] and found["chain"] == undisturbed["chain"]
+    assert found["rechecked"] == {"steps": STEPS} and undisturbed["rechecked"] == {}
+
+
+ALWAYS = 10**9
+OF_SHARD, OF_SUM = "computes wrongly: its gradients of shard", "computes wrongly: its sums over all shards differ"
+
+
+@pytest.mark.parametrize(
+    ("world", "fault", "said"),
+    [
+        (3, (1, "network.head.fc1", 5), OF_SHARD),
+        (3, (0, "network.head.fc1", 5, ALWAYS), "the first module with other outputs is network.head.fc1 (torch.nn"),
+        (3, (2, "network.features.conv1", 4, ALWAYS), "with other outputs is network.features.conv1"),
+        (3, (1, "sum", 4), OF_SUM),
+        (2, (1, "network.head.fc1", 5), OF_SHARD),
+        (2, (1, "sum", 4), OF_SUM),
+        (1, (0, "network.head.fc1", 9), OF_SHARD),
+        (1, (0, "sum", 4), OF_SUM),
+    ],
+    ids=str,
+)
+def test_a_rank_that_computes_wrongly_is_named_and_changes_nothing(ranks, tmp_path, undisturbed, world, fault, said):
+    found = run(ranks, tmp_path, world, 1.0, Flipping(*fault))
+    assert found["digest"] == undisturbed["digest"] and found["chain"] == undisturbed["chain"]
+    told = found["rechecked"]["found"]
+    assert all(f"rank {fault[0]} on " in each for each in told), told
+    assert said in told[0] and (ALWAYS not in fault) == (len(told) == 1)
+
+
+def test_two_ranks_that_never_agree_end_the_run(ranks, tmp_path):
+    found = run(ranks, tmp_path, 2, 1.0, Flipping(1, "network.head.fc1", 9, 10**9))
+    assert found.startswith("Corruption: step 3 was run 6 times, and no majority agrees on its gradients")
+
+
+def test_the_run_ends_and_later_checkpoints_are_set_aside(ranks, tmp_path):
+    """Those of steps that were not rechecked; which are, follows from the seed."""
+    found = run(
+        ranks, tmp_path, 3, 0.3, Flipping(1, "network.head.fc1", 3, 10**9), "leave", checkpoint={"every_steps": 1}
+    )
+    assert (
+        found.startswith("Corruption: step ")
+        and "rank 1 on" in found
+        and "the first module with other outputs" in found
+    )
+    (folder,) = (path for path in tmp_path.iterdir())
+    left = [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-")]
+    assert left == [], found
+
+
+def test_a_share_of_the_steps_is_rechecked(ranks, tmp_path, undisturbed):
+    found = run(ranks, tmp_path, 2, 0.5)
+    assert found["digest"] == undisturbed["digest"] and 0 < found["rechecked"]["steps"] < STEPS
+
+
+def test_code_whose_gradients_depend_on_more_is_not_rechecked(ranks, tmp_path):
+    """It would convict a process that computes rightly."""
+    model = {"kind": "user", "file": str(OWN / "culprits.py"), "options": {"odd": "Dice"}}
+    found = run(ranks, tmp_path, 2, 1.0, answer="stop", model=model)
+    assert set(found["rechecked"]) == {"off"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.kind=fsdp"], "parallel.kind=fsdp gives a process shards that no other one could run"),
+        (["parallel.kind=pipeline"], "parallel.kind=pipeline gives"),
+        (["run.reproducibility=fast"], "run.reproducibility=fast gives other bits"),
+        (["train.batchnorm=sync"], "train.batchnorm=sync makes a shard depend on"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_rechecked_is_refused(tmp_path, words, said):
+    (file := pathlib.Path(tmp_path, "c.yaml")).write_text("observe: {recheck: 0.02}\n")
+    with pytest.raises(ConfigError, match=said):
+        recipes.load(file, words)
+
+
+def test_shards_move_to_other_machines():
+    assert shifts([0]) == [0]
+    assert shifts([0, 0, 0]) == [0, 1, 2]
+    assert shifts([0, 0, 2, 2])[:2] == [0, 2]
+    assert shifts([0, 0, 0, 3])[1] in (1, 2, 3)
+    assert shifts([0, 1, 2, 3]) == [0, 1, 2, 3]
