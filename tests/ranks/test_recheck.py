@@ -18,6 +18,48 @@ MODEL = {"kind": "user", "file": str(OWN / "normed.py")}
 STEPS = 7
 
 
+ODD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import LossSum
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.unused = nn.Embedding(1 << 16, 16), nn.Linear(16, 16)
+        self.digit, self.dropout = nn.Linear(16, 10), nn.Dropout(0.2)
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch):
+        if self.training:
+            self.pointer.copy_((self.pointer + len(batch["image"])) % 97)
+        found = self.embedding(batch["image"].flatten(1).long() * 200).mean(1)
+        return self.digit(self.dropout(found + 0.01 * self.pointer))
+
+
+def buffers(module):
+    return {"pointer": "in_order"}
+
+
+def loss(outputs, batch):
+    total = F.cross_entropy(outputs, batch["label"], reduction="sum")
+    even = batch["label"] % 2 == 0
+    off = (outputs.square().mean(1) * even).sum()
+    return LossSum(total, len(outputs), terms={"even": LossSum(off, even.sum())})
+
+
+def term_counts(batch):
+    return {"even": (batch["label"] % 2 == 0).sum()}
+
+
+def build(options, spec):
+    return Network()
+"""
+
+
 def flip(tensor):
     """Change the highest bits of the fractions of some numbers: a ReLU or dropout may hide that of one."""
     tensor.detach().as_strided([32], [1]).view(torch.int32).bitwise_xor_(3 << 21)
@@ -97,7 +139,7 @@ OF_SHARD, OF_SUM = "computes wrongly: its gradients of shard", "computes wrongly
         (1, (0, "network.head.fc1", 9), OF_SHARD),
         (1, (0, "sum", 4), OF_SUM),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, str) else str(value),
 )
 def test_a_rank_that_computes_wrongly_is_named_and_changes_nothing(ranks, tmp_path, undisturbed, world, fault, said):
     found = run(ranks, tmp_path, world, 1.0, Flipping(*fault))
@@ -107,15 +149,23 @@ def test_a_rank_that_computes_wrongly_is_named_and_changes_nothing(ranks, tmp_pa
     assert said in told[0] and (ALWAYS not in fault) == (len(told) == 1)
 
 
-def test_two_ranks_that_never_agree_end_the_run(ranks, tmp_path):
-    found = run(ranks, tmp_path, 2, 1.0, Flipping(1, "network.head.fc1", 9, 10**9))
-    assert found.startswith("Corruption: step 3 was run 6 times, and no majority agrees on its gradients")
+@pytest.mark.parametrize(
+    ("world", "where", "first", "said"),
+    [
+        (2, "network.head.fc1", 9, "step 3 was run 6 times, and no majority agrees on its gradients\n"),
+        (3, "sum", 4, OF_SUM),
+    ],
+)
+def test_ranks_that_never_agree_end_the_run(ranks, tmp_path, world, where, first, said):
+    found = run(ranks, tmp_path, world, 1.0, Flipping(1, where, first, ALWAYS))
+    assert found.startswith("Corruption: step ") and said in found, found
+    assert world == 2 or "rank 1 on " in found
 
 
 def test_the_run_ends_and_later_checkpoints_are_set_aside(ranks, tmp_path):
     """Those of steps that were not rechecked; which are, follows from the seed."""
     found = run(
-        ranks, tmp_path, 3, 0.3, Flipping(1, "network.head.fc1", 3, 10**9), "leave", checkpoint={"every_steps": 1}
+        ranks, tmp_path, 3, 0.3, Flipping(1, "network.head.fc1", 3, ALWAYS), "leave", checkpoint={"every_steps": 1}
     )
     assert (
         found.startswith("Corruption: step ")
@@ -125,6 +175,20 @@ def test_the_run_ends_and_later_checkpoints_are_set_aside(ranks, tmp_path):
     (folder,) = (path for path in tmp_path.iterdir())
     left = [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-")]
     assert left == [], found
+
+
+def test_what_is_not_plain_is_rechecked_too(ranks, tmp_path):
+    """Rows of a large embedding, a loss of several terms, buffers that go from one shard to the next."""
+    (file := tmp_path / "odd.py").write_text(ODD)
+    settings = {
+        "model": {"kind": "user", "file": str(file)},
+        "train": {"steps": STEPS, "epochs": None, "precision": "bf16", "recompute": True, "ema": 0.9},
+        "parallel": {"kind": "ddp", "find_unused": True},
+    }
+    plain = run(ranks, tmp_path, 1, None, **settings)
+    found = run(ranks, tmp_path, 3, 1.0, answer="stop", **settings)
+    assert isinstance(found, dict), found
+    assert found["digest"] == plain["digest"] and found["rechecked"] == {"steps": STEPS}
 
 
 def test_a_share_of_the_steps_is_rechecked(ranks, tmp_path, undisturbed):
@@ -147,7 +211,7 @@ def test_code_whose_gradients_depend_on_more_is_not_rechecked(ranks, tmp_path):
         (["run.reproducibility=fast"], "run.reproducibility=fast gives other bits"),
         (["train.batchnorm=sync"], "train.batchnorm=sync makes a shard depend on"),
     ],
-    ids=" ".join,
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_rechecked_is_refused(tmp_path, words, said):
     (file := pathlib.Path(tmp_path, "c.yaml")).write_text("observe: {recheck: 0.02}\n")

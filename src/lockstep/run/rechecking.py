@@ -65,7 +65,7 @@ class Recheck:
         self.right_at = parts.state.step
         """The last step of which all runs gave the same."""
         self.own: list[RankRun] = []
-        """What this rank gave in the runs of the current step."""
+        """Results of this rank in the runs of the current step."""
 
     def is_chosen(self, step: int) -> bool:
         """Return whether to run a step again: for the seed and the step alone, so all ranks agree."""
@@ -174,12 +174,12 @@ class Recheck:
     def _module(self, step: int, found: Verdict) -> str:
         """Name the first module of a rank that gives other outputs than on another rank, in a further forward pass of a
         shard. A collective."""
-        rank, (shard, *_) = next(iter(found.wrong_shards.items()), (0, (-1,)))
-        witness = found.witnesses.get(shard, rank)
-        if witness == rank:  # nothing to compare with
+        others = [rank for rank in range(len(self.machines)) if rank not in found.culprits]
+        if not found.wrong_shards or not others:
             return ""
-        calls = all_gather_object(self._calls(step, shard) if self.rank in (rank, witness) else [])
-        module = first_difference(calls[rank], calls[witness])
+        rank, shards = next(iter(found.wrong_shards.items()))
+        calls = all_gather_object(self._calls(step, shards[0]) if self.rank in (rank, others[0]) else [])
+        module = first_difference(calls[rank], calls[others[0]])
         if module is None:
             return "; in a further forward pass its modules gave the right outputs"
         return f"; the first module with other outputs is {descriptions(self.parts.model)[module]}"

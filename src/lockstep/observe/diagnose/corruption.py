@@ -1,4 +1,4 @@
-"""Which of several runs of one step are right, and which ranks have computed wrongly: by majority, from hashes."""
+"""Votes on the runs of one step, by hashes: the runs that are right, and the ranks that have computed wrongly."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from lockstep.observe.diagnose.hang_verdict import ranks_text
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
-    """What one rank gave in one run of a step."""
+    """Results of one rank in one run of a step."""
 
     shards: Mapping[int, str]
     """Shard that it ran -> hash of loss and gradients."""
@@ -23,23 +23,20 @@ class Verdict:
     """Whether the latest run is right: each shard's gradients are those of a majority, and the sums of all ranks."""
     is_undisturbed: bool
     """Whether all runs gave the same."""
-    wrong_shards: Mapping[int, tuple[int, ...]]
+    wrong_shards: Mapping[int, Sequence[int]]
     """Rank -> the shards whose gradients it computed wrongly."""
-    wrong_totals: tuple[int, ...]
+    wrong_totals: Sequence[int]
     """The ranks that held other sums than the others of the same run."""
-    witnesses: Mapping[int, int]
-    """Shard -> a rank that computed it rightly."""
 
     @property
-    def culprits(self) -> list[int]:
-        return sorted({*self.wrong_shards, *self.wrong_totals})
+    def culprits(self) -> set[int]:
+        return {*self.wrong_shards, *self.wrong_totals}
 
     def described(self, machines: Sequence[str]) -> str:
         """Name the ranks, with their machines, and what they computed wrongly."""
         whats: dict[int, list[str]] = defaultdict(list)
         for rank, shards in self.wrong_shards.items():
-            numbers = ranks_text(shards).partition(" ")[2]
-            whats[rank].append(f"its gradients of shard{'s' if len(shards) > 1 else ''} {numbers}")
+            whats[rank].append(f"its gradients of {ranks_text(shards).replace('rank', 'shard')}")
         for rank in self.wrong_totals:
             whats[rank].append("its sums over all shards")
         texts = [
@@ -51,32 +48,31 @@ class Verdict:
 
 
 def verdict(runs: Sequence[Sequence[RankRun]]) -> Verdict:
-    """Judge at least two runs of a step, each with what every rank gave. Ranks vote on each shard that they ran; one
-    process alone votes in each run."""
-    answers: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    """Judge at least two runs of a step, each with the results of every rank. Ranks vote on each shard that they ran;
+    one process alone votes in each run."""
+    is_alone = len(runs[0]) == 1
+    answers: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for number, ranks in enumerate(runs):
         for rank, run in enumerate(ranks):
             for shard, value in run.shards.items():
-                answers[shard].append((rank, number if len(ranks) == 1 else rank, value))
-    right = {shard: _agreed((voter, value) for _, voter, value in given) for shard, given in answers.items()}
-    wrong, witnesses = defaultdict[int, set[int]](set), dict[int, int]()
+                answers[shard].append((number if is_alone else rank, value))
+    right = {shard: _agreed(given) for shard, given in answers.items()}
+    wrong: dict[int, set[int]] = defaultdict(set)
     for shard, given in answers.items():
-        for rank, _, value in given:
-            if value == right[shard]:
-                witnesses.setdefault(shard, rank)
-            elif right[shard] is not None:
-                wrong[rank].add(shard)
+        for voter, value in given:
+            if right[shard] not in (None, value):
+                wrong[0 if is_alone else voter].add(shard)
     sound = [ranks for ranks in runs if _is_sound(ranks, right)]
     totals = Counter(run.total for ranks in sound for run in ranks).most_common(2)
-    total = totals[0][0] if totals and (len(totals) == 1 or totals[0][1] > totals[1][1]) else None
-    last = {run.total for run in runs[-1]}
-    is_right = _is_sound(runs[-1], right) and last == {total}
+    is_tie = len(totals) == 2 and totals[0][1] == totals[1][1]
+    total = totals[0][0] if totals and not is_tie else None
+    odd = [{rank for rank, run in enumerate(ranks) if run.total != total} for ranks in sound if total is not None]
+    is_right = _is_sound(runs[-1], right) and {run.total for run in runs[-1]} == {total}
     return Verdict(
         is_right=is_right,
         is_undisturbed=is_right and len(totals) == 1 and len(sound) == len(runs),
-        wrong_shards={rank: tuple(sorted(shards)) for rank, shards in sorted(wrong.items())},
-        wrong_totals=tuple(sorted({rank for ranks in sound for rank in _odd_ranks(ranks, total)})),
-        witnesses=witnesses,
+        wrong_shards={rank: sorted(shards) for rank, shards in sorted(wrong.items())},
+        wrong_totals=sorted(set[int]().union(*(each for each in odd if is_alone or len(each) < len(runs[0])))),
     )
 
 
@@ -89,9 +85,3 @@ def _agreed(answers: Iterable[tuple[int, str]]) -> str | None:
 
 def _is_sound(ranks: Sequence[RankRun], right: Mapping[int, str | None]) -> bool:
     return all(value == right[shard] for run in ranks for shard, value in run.shards.items())
-
-
-def _odd_ranks(ranks: Sequence[RankRun], total: str | None) -> list[int]:
-    """Return the ranks without the right sums, in a run in which others had them, or there were no others."""
-    odd = [rank for rank, run in enumerate(ranks) if run.total != total]
-    return odd if total is not None and (len(odd) < len(ranks) or len(ranks) == 1) else []
