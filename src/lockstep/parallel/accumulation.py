@@ -84,6 +84,8 @@ class Accumulation:
         if micro_batch.ghost:
             if not self.leaves_last:
                 parameter.grad = None
+            elif gradient.stride() != parameter.stride():  # DDP warns of another layout than its bucket's
+                parameter.grad = torch.zeros_like(parameter)
             return
         self.passes.note(parameter, [gradient])
         self.trees[parameter].add((micro_batch.shard, 1), gradient)

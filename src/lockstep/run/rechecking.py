@@ -31,6 +31,8 @@ from lockstep.training.step import undo
 
 MOST_RUNS = 6
 """Limit of the runs of one step."""
+MOST_KEPT = 100
+"""Limit of the findings in the summary."""
 
 
 def shifts(nodes: Sequence[int]) -> list[int]:
@@ -150,7 +152,7 @@ class Recheck:
             self.right_at = step + 1
             return
         what = f"step {step + 1}: {found.described(self.machines)}{self._module(step, found)}"
-        self.facts.setdefault("found", []).append(what)
+        self.facts["found"] = [*self.facts.get("found", ()), what][:MOST_KEPT]
         answer = self.parts.recipe.observe.on_corruption
         if answer == "warn":
             self.share = 1.0
