@@ -206,8 +206,8 @@ def test_code_whose_gradients_depend_on_more_is_not_rechecked(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["parallel.kind=fsdp"], "parallel.kind=fsdp gives a process shards that no other one could run"),
-        (["parallel.kind=pipeline"], "parallel.kind=pipeline gives"),
+        (["parallel.kind=fsdp"], "processes share a model with parallel.kind=fsdp, and none could run a shard alone"),
+        (["parallel.kind=pipeline"], "with parallel.kind=pipeline"),
         (["run.reproducibility=fast"], "run.reproducibility=fast gives other bits"),
         (["train.batchnorm=sync"], "train.batchnorm=sync makes a shard depend on"),
     ],

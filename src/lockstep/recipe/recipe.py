@@ -168,7 +168,7 @@ def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
 def _recheck(recipe: Recipe) -> Iterator[Complaint]:
     kind, why = recipe.parallel.kind, None
     if not recipe.parallel.CAN_RECHECK:
-        why = f"parallel.kind={kind} gives a process shards that no other one could run; set parallel.kind=ddp"
+        why = f"processes share a model with parallel.kind={kind}, and none could run a shard alone; set it to ddp"
     elif recipe.run.reproducibility == "fast":
         why = "run.reproducibility=fast gives other bits when a step is run again; set it to exact"
     elif recipe.train.batchnorm == "sync":
