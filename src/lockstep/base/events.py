@@ -140,6 +140,27 @@ class Steered:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spiked:
+    """The loss or the gradient norm of a step is far above those of the steps before."""
+
+    step: int
+    values: Mapping[str, tuple[float, float]]
+    """loss or gradient_norm -> its value, and the median of the steps before."""
+    run: str = ""
+    """The run, for `lockstep replay`; empty for a script's own loop."""
+
+    @property
+    def text(self) -> str:
+        """One line, with the command that shows the samples."""
+        jumps = [
+            f"the {name.replace('_', ' ')} jumped to {new:.4g} ({old:.4g} before)"
+            for name, (new, old) in self.values.items()
+        ]
+        shows = f"; `lockstep replay {self.run} --step {self.step}` shows its samples" if self.run else ""
+        return " and ".join(jumps) + shows
+
+
+@dataclass(frozen=True, kw_only=True)
 class Regrouped:
     """Training goes on with other processes: some were lost, or have joined."""
 

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import CheckpointError, LaunchError
-from lockstep.base.events import Bus, RunEnded, RunStarted, Warned
+from lockstep.base.events import Bus, RunEnded, RunStarted, Spiked, Warned
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
@@ -39,6 +39,8 @@ class TerminalLines:
         match event:
             case Warned():
                 line = event.message
+            case Spiked():
+                line = f"step {event.step}: {event.text}"
             case RunStarted() if 0 < event.resumed_step < event.total_steps:
                 line = f"{event.folder} goes on after step {event.resumed_step} of {event.total_steps}"
             case RunStarted() if event.resumed_step == event.total_steps:

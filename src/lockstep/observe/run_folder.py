@@ -13,7 +13,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError,
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.base.yaml_text import KeyLocations, read, read_file
-from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, MetricLine, Name, Step
+from lockstep.observe.run_lines import HISTORY, METRIC, SPIKE, Count, HistoryLine, Lines, MetricLine, Name, Step
 
 RECIPE, LOOP = "recipe.yaml", "loop.yaml"
 """Settings of a run from a config, and of a script's own loop (`lockstep.Loop`), in the sections of a config."""
@@ -99,8 +99,9 @@ class RunFolder:
             return self.settings()
         return {}
 
-    def metric_lines(self) -> Lines[MetricLine]:
-        return Lines(self.path / METRICS, METRIC, self.notes)
+    def metric_lines(self) -> Iterator[MetricLine]:
+        """Yield the lines of steps and evaluations."""
+        return (line for line in Lines(self.path / METRICS, METRIC, self.notes) if line.kind != SPIKE)
 
     def last_metric_lines(self) -> Iterator[MetricLine]:
         """Yield the whole lines at the end of metrics.jsonl, the newest first."""

@@ -1,7 +1,7 @@
 """history.jsonl: when things happened to a run, over all of its starts; unlike metrics.jsonl, lines are never dropped.
 
 Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, texts, saved, steered,
-regrouped, warned or ended.
+spiked, regrouped, warned or ended.
 """
 
 import json
@@ -20,6 +20,7 @@ from lockstep.base.events import (
     Regrouped,
     RunEnded,
     RunStarted,
+    Spiked,
     Steered,
     StepDone,
     TextsGenerated,
@@ -115,6 +116,10 @@ class RunHistory:
     @notice.register
     def _(self, event: Steered) -> None:
         self._write("steered", event.step, message=event.what)
+
+    @notice.register
+    def _(self, event: Spiked) -> None:
+        self._write("spiked", event.step, message=event.text)
 
     @notice.register
     def _(self, event: Regrouped) -> None:

@@ -25,6 +25,8 @@ MOST_LINES = 1_000_000
 MOST_LINE_BYTES = 1 << 20
 MOST_CHARACTERS = 2000
 """Length limit of a message; the rest is cut off."""
+SPIKE = "spike"
+"""Kind of a line of metrics.jsonl that repeats values, for which it is in no curve."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 Step = Annotated[int, Field(ge=0, le=10**12)]
@@ -43,7 +45,10 @@ class HistoryLine:
 
     time: Seconds
     """Seconds since 1970."""
-    kind: Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered", "regrouped", "warned", "ended"]
+    kind: (
+        Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered"]
+        | Literal["spiked", "regrouped", "warned", "ended"]
+    )
     step: Step
     seconds: Seconds = 0.0
     stall_seconds: Seconds = 0.0
@@ -70,7 +75,7 @@ class MetricLine(BaseModel):
 
     model_config = STRICT | ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float | None]
-    kind: Literal["step", "evaluation"]
+    kind: Literal["step", "evaluation", "spike"]
     step: Step
     epoch: Step = 0
     samples: Count = 0

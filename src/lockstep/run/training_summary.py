@@ -40,6 +40,7 @@ def training_summary(
         "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
         "chain": state.chain,
         "skipped_steps": state.skipped,
+        "spikes": state.spikes.found,
         "saves": training.saving.facts(),
         "parent": state.parent,
         "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it

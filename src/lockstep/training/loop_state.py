@@ -94,6 +94,8 @@ class Training:
     steering: Steering
     stopping: Callable[[], None]
     """Called before the last save, which has no time limit."""
+    replayed: str = ""
+    """Path of the run, for `lockstep replay`; empty for a script's own loop."""
     token_seconds: float | None = None
     """Seconds that all processes would take for a token of a language model at their peak; on the main rank."""
     owes_evaluation: bool = False

@@ -51,6 +51,13 @@ class _Scaler(_Strict):
     growth_tracker: Annotated[int, Field(ge=0, alias="_growth_tracker")]
 
 
+class _Spikes(_Strict):
+    model_config = ConfigDict(extra="forbid")
+    recent: dict[str, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = {}
+    last: dict[str, Count] = {}
+    found: list[dict[str, float]] = []
+
+
 class _NoScaler(_Strict):
     model_config = ConfigDict(extra="forbid")
 
@@ -64,6 +71,7 @@ class Progress(_Strict):
     is_stopped: bool = False
     observers: list[Any] = []
     chain: Annotated[str, Field(max_length=128)]
+    spikes: _Spikes = _Spikes()
     drift: list[_Drift]
     scaler: _NoScaler | _Scaler
     stopping: _Best
@@ -119,7 +127,7 @@ def resumed(
             prepare(folder)
             manifest = layout.read_manifest(folder)
             reader.load(folder, state.tensors())
-            state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **manifest.progress})
+            state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, "spikes": {}, **manifest.progress})
             if folder == parent:
                 state.parent = {"run": str(folder.parents[1]), "step": manifest.step, "digest": manifest.digest}
             state.drift += [{"step": state.step, "field": name, "before": old, "now": now} for name, old, now in drift]

@@ -14,6 +14,7 @@ from lockstep.base.model_contracts import Averaged, Batch, LossSum, MicroBatch, 
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
+from lockstep.observe.diagnose.spikes import Spikes
 
 
 class MovingAverage:
@@ -97,6 +98,8 @@ class TrainState:
     """Steps without an update, since the loss was not finite or its count was 0."""
     chain: str = ""
     """Digest over every step that was read from the device; a save reads all of them first."""
+    spikes: Spikes = field(default_factory=Spikes)
+    """Looks at the same steps as the chain."""
     drift: list[dict[str, Any]] = field(default_factory=list)
     """Numeric settings that were changed on a resume (--allow-drift): step, field, before, now."""
     stopping: BestSoFar = field(default_factory=BestSoFar)
@@ -157,6 +160,7 @@ class TrainState:
             "rate_factor": self.rate_factor,
             "is_stopped": self.is_stopped,
             "chain": self.chain,
+            "spikes": self.spikes.state_dict(),
             "drift": list(self.drift),
             "scaler": self.precision.state_dict(),
             "stopping": vars(self.stopping).copy(),
@@ -168,6 +172,7 @@ class TrainState:
         self.step, self.skipped = state["step"], state["skipped"]
         self.rate_factor, self.is_stopped = state["rate_factor"], state["is_stopped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
+        self.spikes = Spikes(**state["spikes"])
         self.precision.load_state_dict(state["scaler"])
         self.parent = state.get("parent")
         self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])

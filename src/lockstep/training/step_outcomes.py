@@ -7,7 +7,7 @@ import struct
 import torch
 
 from lockstep.base.errors import NonFiniteLoss
-from lockstep.base.events import EpochDone, Evaluated, Steered, StepDone, TextsGenerated, Warned
+from lockstep.base.events import EpochDone, Evaluated, Spiked, Steered, StepDone, TextsGenerated, Warned
 from lockstep.base.model_contracts import SAMPLES
 from lockstep.core.numerics.loss import shown
 from lockstep.training.loop_state import Training
@@ -69,6 +69,8 @@ def read_outcomes(run: Training) -> tuple[float, float]:
     failed = []
     for (number, outcome), (loss, norm, is_finite, is_empty) in zip(unread, table, strict=True):
         run.state.chain = link(run.state.chain, number, loss=loss, norm=norm, rate=outcome.rate)
+        if jumps := run.state.spikes.look(number, loss=loss, gradient_norm=norm):
+            run.bus.publish(Spiked(step=number, values=jumps, run=run.replayed))
         if is_empty:
             what = f"step {number} was skipped: its loss counts nothing (the count of each of its micro-batches is 0)"
             run.bus.publish(Warned(message=f"{what}; look at the labels, or masks, of its samples"))

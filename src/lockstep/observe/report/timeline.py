@@ -60,18 +60,22 @@ def _describe_kill(start: Start, after: Start | None) -> TimelineEvent:
 
 
 def _describe_line(line: HistoryLine) -> TimelineEvent | None:
-    is_bad = line.kind == "warned" or line.status == "failed"
+    is_mark = line.kind == "spiked"
+    is_bad = is_mark or line.kind == "warned" or line.status == "failed"
     stall = f"training stood still for {1000 * line.stall_seconds:.0f} ms"
     texts = {
         "saved": f"checkpoint saved in {line.seconds:.2f} s; {stall}",
         "evaluated": f"evaluated in {line.seconds:.1f} s",
         "steered": f"asked for by an observer: {line.message}",
+        "spiked": line.message,
         "regrouped": line.message,
         "warned": f"warning: {line.message}",
         "ended": line.status,
     }
     text = texts.get(line.kind)
-    return None if text is None else TimelineEvent(time=line.time, step=line.step, text=text, is_bad=is_bad)
+    if text is None:
+        return None
+    return TimelineEvent(time=line.time, step=line.step, text=text, is_mark=is_mark, is_bad=is_bad)
 
 
 def _shorten(found: Sequence[TimelineEvent]) -> list[TimelineEvent]:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line per logged step and per evaluation, as strict JSON."""
+"""metrics.jsonl: a line per logged step, evaluation and spike, as strict JSON."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from typing import Any
 import pydantic_core
 
 from lockstep.base import storage
-from lockstep.base.events import Evaluated, RunStarted, StepDone
+from lockstep.base.events import Evaluated, RunStarted, Spiked, StepDone
 from lockstep.observe.run_folder import METRICS
-from lockstep.observe.run_lines import opened, short_lines
+from lockstep.observe.run_lines import SPIKE, opened, short_lines
 
 
 class Jsonl:
@@ -30,6 +30,9 @@ class Jsonl:
             self._write(
                 {"kind": "step", "step": event.step, "epoch": event.epoch, **event.values, "chain": event.chain}
             )
+        elif isinstance(event, Spiked):
+            before = {f"{name}_before": old for name, (_, old) in event.values.items()}
+            self._write({"kind": SPIKE, "step": event.step, **{n: v for n, (v, _) in event.values.items()}, **before})
         elif isinstance(event, Evaluated):
             facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch, "samples": event.samples}
             self._write({**facts, **{name: value for name, value in event.values.items() if name not in facts}})

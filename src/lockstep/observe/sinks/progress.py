@@ -20,6 +20,7 @@ from lockstep.base.events import (
     Regrouped,
     RunEnded,
     RunStarted,
+    Spiked,
     Steered,
     StepDone,
     TextsGenerated,
@@ -107,6 +108,10 @@ class ProgressLines:
     @notice.register
     def _(self, event: Steered) -> None:
         self.print(f"after step {event.step}, as an observer has asked: {event.what}")
+
+    @notice.register
+    def _(self, event: Spiked) -> None:
+        self.print(f"step {event.step}: {event.text}", "yellow")
 
     @notice.register
     def _(self, event: Regrouped) -> None:

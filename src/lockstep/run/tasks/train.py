@@ -1,6 +1,8 @@
 """Training: one process's part of a run, from the recipe to the summary."""
 
 import json
+import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -274,6 +276,7 @@ class TrainTask(WatchedTask):
             interrupted=self.signals.requested,
             steering=self.steering,
             stopping=self.signals.cancel_timer,
+            replayed=shlex.quote(os.path.relpath(recipe.folder)),
             token_seconds=self.token_seconds(),
         )
 

@@ -11,7 +11,7 @@ import torch
 from filelock import Timeout
 
 from lockstep.base.errors import Interrupted, LockstepError
-from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
+from lockstep.base.events import EpochDone, Evaluated, Regrouped, Spiked, Steered, StepDone, TextSample, TextsGenerated
 from lockstep.base.lifetime import name_process, rank_name
 from lockstep.base.world import World, recovers_over_nccl
 from lockstep.core.distributed.collectives import confirm_on_all_ranks
@@ -38,7 +38,7 @@ LOCK_SECONDS = 10.0
 """How long the lock of a process that was killed may last."""
 BACKLOG_SECONDS = 15.0
 """How old events are that a new rank 0 writes again: TensorBoard's writer keeps the last 10 s in memory."""
-KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsGenerated, Steered)}
+KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsGenerated, Steered, Spiked)}
 
 
 class Backlog:
@@ -52,7 +52,7 @@ class Backlog:
         """Step -> time of its last event."""
 
     def notice(self, event: object) -> None:
-        if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
+        if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered | Spiked):
             return
         now = time.monotonic()
         if not isinstance(event, StepDone) or event.values:
