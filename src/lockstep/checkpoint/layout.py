@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -19,6 +21,8 @@ from lockstep.checkpoint.metric_modes import Mode, without_sign
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
 """Size limit of a manifest."""
+MOST_LINKS = 1000
+"""Length limit of a hash chain in a manifest: the last checkpoints of the run."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=255)]
 """Name of a file in the checkpoint's own folder."""
@@ -51,6 +55,22 @@ class CheckpointSection(Section):
         return without_sign(section, "best", "mode")
 
 
+@dataclass(frozen=True)
+class Link:
+    """One checkpoint in the hash chain of a run: no earlier one can be exchanged without all that follow."""
+
+    step: Count
+    digest: str
+    """Digest of the weights."""
+    sha256: str
+    """Hash of the manifest, which names the hashes of the files, without this chain."""
+    link: str
+    """Hash of the link before it, and of these."""
+
+    def follows(self, before: str) -> bool:
+        return self.link == _sha256([before, self.step, self.digest, self.sha256])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of a checkpoint; written last, so that its presence means that the checkpoint is complete."""
@@ -73,10 +93,35 @@ class Manifest:
     """The evaluation at this step, if there was one."""
     files: Mapping[FileName, tuple[Count, str]] = field(default_factory=dict)
     """File name -> (size in bytes, sha256)."""
+    checkpoints: tuple[Link, ...] = ()
+    """Those of the run up to this one, at most MOST_LINKS; none of a run that began with an earlier version."""
 
     def text(self) -> str:
         """Return the manifest as JSON, with a sha256 of itself."""
         return _with_checksum(asdict(self))
+
+    def after(self, earlier: Sequence[Link]) -> "Manifest":
+        """Return the manifest as the next one in the chain of these."""
+        linked = (self.step, self.digest, _own_sha256(asdict(self)))
+        link = _sha256([earlier[-1].link if earlier else "", *linked])
+        return replace(self, checkpoints=(*earlier[1 - MOST_LINKS :], Link(*linked, link)))
+
+
+def chain_of(root: Path, step: int) -> tuple[Link, ...]:
+    """Return the chain of the newest readable checkpoint up to a step."""
+    for folder in listed(root):
+        with suppress(OSError, ValueError):
+            if step_of(folder) <= step:
+                return read_manifest(folder).checkpoints
+    return ()
+
+
+def broken_link(chain: Sequence[Link]) -> Link | None:
+    """Return the first link that does not follow from the one before it. The first one follows from nothing, unless
+    those before it were dropped."""
+    if chain and len(chain) < MOST_LINKS and not chain[0].follows(""):
+        return chain[0]
+    return next((each for before, each in pairwise(chain) if not each.follows(before.link)), None)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -117,14 +162,23 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         reason = ": ".join([".".join(str(part) for part in first["loc"]), first["msg"]])
         raise ValueError(f"the manifest has other fields ({reason})") from None
+    if manifest.checkpoints and manifest.checkpoints[-1].sha256 != _own_sha256(body):
+        raise ValueError("the manifest has been changed (it is not what its hash chain says)")
     if folder.name.startswith("step-") and folder.name[5:].isdecimal() and step_of(folder) != manifest.step:
         raise ValueError(f"the manifest is one of step {manifest.step}")
     return manifest
 
 
 def _with_checksum(body: dict[str, Any]) -> str:
-    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({**body, "sha256": own}, indent=1)
+    return json.dumps({**body, "sha256": _sha256(body)}, indent=1)
+
+
+def _own_sha256(body: Mapping[str, Any]) -> str:
+    return _sha256({name: value for name, value in body.items() if name != "checkpoints"})
+
+
+def _sha256(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 @cache

@@ -23,7 +23,7 @@ from lockstep.base import storage
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.checkpoint import tensor_table
-from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
+from lockstep.checkpoint.layout import MANIFEST, Manifest, chain_of, folder_of, read_manifest
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
 from lockstep.core.distributed.collectives import broadcast_object, gather_object
@@ -242,7 +242,7 @@ class Writer:
                 tensor_table.write(share.folder, [each.table for each in everyone])
                 files += _hashes(share.folder, tensor_table.FILE, tensor_table.OF_TORCH).items()
                 complete = replace(manifest, digest=digest_of(lines), files=dict(files))
-                failures = self._publish(share.folder, complete)
+                failures = self._publish(share.folder, complete.after(chain_of(self.root, manifest.step - 1)))
         except (OSError, ValueError, LockstepError) as error:  # of rank 0, for which the others wait
             failures = [_reason(error, 0)]
         return broadcast_object(self._with_free_space("; ".join(failures)) if failures else None, self.group)
@@ -346,7 +346,7 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         existing = read_manifest(final)
         if manifest.metrics and not existing.metrics:  # it has been evaluated since
             evaluated = replace(existing, metrics=manifest.metrics, progress=manifest.progress)
-            storage.write(final / MANIFEST, evaluated.text())
+            storage.write(final / MANIFEST, evaluated.after(manifest.checkpoints[:-1]).text())
         shutil.rmtree(temporary)
     else:
         final.replace(temporary.with_name(f"{temporary.name}-damaged"))

@@ -5,6 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,7 @@ class TrainTask(WatchedTask):
             "shares_gpus": devices.are_shared(self.world),
             "peak_memory_bytes": device_peak_bytes(),
             "numeric_recipe": self.numeric,
+            "checkpoints": [asdict(link) for link in layout.chain_of(self.checkpoints, self.parts.state.step)],
             **self.facts_of_end(),
         }
         unwritten = None

@@ -1,0 +1,190 @@
+"""Shows that checkpoints are what the run's hash chain says, and what its config and its data give."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, TypeAdapter
+from rich.console import Console
+from torch import nn
+
+from lockstep.base import devices, storage
+from lockstep.base.errors import CheckpointError, ConfigError
+from lockstep.base.world import cores
+from lockstep.checkpoint import layout, verify
+from lockstep.checkpoint.layout import Link, Manifest
+from lockstep.core.numerics.digest import digest
+from lockstep.inference import trained_model
+from lockstep.inference.export import export_facts, export_reader
+from lockstep.observe.run_folder import SUMMARY, RunFolder
+from lockstep.recipe import run_paths
+from lockstep.recipe.recipe import Recipe
+from lockstep.tools import trials
+from lockstep.tools.verify import signing
+
+VERIFIED, WRONG, INCOMPARABLE = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    segments: int
+    seed: int
+    from_start: bool
+    sign: Path | None
+    check: Path | None
+    trusts: bool
+
+
+class SegmentRequest(BaseModel):
+    until: int
+    """Last step of the interval that is run again."""
+    numeric: dict[str, Any]
+    """The numeric recipe of its checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    recipe: Recipe
+    chain: Sequence[Link]
+    digest: str | None
+    """Digest of the weights at the end."""
+    kept: Mapping[int, Manifest]
+    """Step -> manifest of an intact checkpoint, ascending."""
+    damaged: Sequence[str]
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is not as it was written, by the files alone."""
+        yield from self.damaged
+        known = {link.step: link for link in self.chain}
+        if not known:
+            yield f"there is no hash chain in {SUMMARY}: the run was made by an earlier version"
+        elif self.chain[-1].step in self.kept and self.chain[-1].digest != self.digest:
+            yield f"{SUMMARY} has another digest of the weights than the last checkpoint of its hash chain"
+        if broken := layout.broken_link(self.chain):
+            yield f"the hash chain is broken at step {broken.step}: its link does not follow from the one before"
+        for step, manifest in self.kept.items():
+            own = [link for link in manifest.checkpoints if link.step >= min(known, default=0)]
+            if known and (not own or any(known.get(link.step) != link for link in own)):
+                yield f"step-{step:09} is not the checkpoint that was in its place: the hash chain names another"
+
+
+def read(folder: Path) -> StoredRun:
+    """Read a run's summary and every byte of its checkpoints. Raises ConfigError, CheckpointError."""
+    recipe, root, _ = run_paths.locate(folder)
+    damaged = {each: problem for each in layout.listed(root) if (problem := verify.problem(each))}
+    whole = [layout.read_manifest(each) for each in reversed(layout.listed(root)) if each not in damaged]
+    if not whole:
+        raise CheckpointError(f"{folder} has no whole checkpoint: there is nothing to verify")
+    chain, final = whole[-1].checkpoints, whole[-1].digest
+    try:  # a run that goes on, or was killed, has none
+        summary = storage.read_json(root.parent / SUMMARY)
+        chain, final = TypeAdapter(tuple[Link, ...]).validate_python(summary["checkpoints"]), summary["digest"]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{root.parent / SUMMARY} cannot be used: {str(error).splitlines()[0]}") from None
+    return StoredRun(
+        recipe=recipe,
+        chain=chain,
+        digest=final,
+        kept={manifest.step: manifest for manifest in whole},
+        damaged=[f"{each.name}: {problem}" for each, problem in damaged.items()],
+    )
+
+
+def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
+    """Verify a run, or an export in its folder, and print what is found -> exit code. Raises UserError, TrialFailed."""
+    is_export = export_reader.is_export(path)
+    run = read(path.absolute().parent if is_export else path)
+    folder = run.recipe.folder.absolute()
+    problems = [*run.problems(), *(_export_problems(path, run, trusts=options.trusts) if is_export else ())]
+    if options.check and (problem := signing.problem(folder, options.check, run.chain)):
+        problems.append(problem)
+    console.print(f"{len(run.kept)} checkpoints read to the last byte, {len(run.chain)} in the hash chain")
+    for problem in problems:
+        console.print(f"WRONG: {problem}", style="red", markup=False, soft_wrap=True)
+    code = WRONG if problems else _run_again(run, options, console)
+    if code == VERIFIED and options.sign:
+        signing.sign(folder, options.sign, run.chain)
+        console.print(f"signed: {folder / signing.FILE}", soft_wrap=True)
+    console.print({VERIFIED: "verified", WRONG: "NOT VERIFIED", INCOMPARABLE: "verified only the files"}[code])
+    return code
+
+
+def _export_problems(path: Path, run: StoredRun, *, trusts: bool) -> Iterator[str]:
+    """Compare an export with the checkpoint that it names, and its weights with the digest that it names."""
+    trained_model.authorize(path, None, trusts=trusts)
+    facts = export_facts.read(path)
+    if facts.digest not in [link.digest for link in run.chain if link.step == facts.step]:
+        yield f"the run has no checkpoint of step {facts.step} with the export's digest, {facts.digest[:16]}"
+    forward = export_reader.forward_of(path, facts)
+    is_whole = facts.dtype == "fp32" and isinstance(forward, nn.Module)  # neither converted nor a graph
+    if is_whole and digest(cast("nn.Module", forward).state_dict()) != facts.digest:
+        yield f"the export's weights are not those of its digest, {facts.digest[:16]}"
+
+
+def _run_again(run: StoredRun, options: VerifyOptions, console: Console) -> int:
+    """Draw intervals and run them again, until one shows that something is wrong -> exit code."""
+    if not options.segments:
+        console.print("nothing is run again, and the data is not read (--segments 0)")
+        return VERIFIED
+    trained_model.authorize(run.recipe.folder, None, trusts=options.trusts)
+    found = intervals(run, from_start=options.from_start)
+    found = sorted(random.Random(options.seed).sample(found, min(options.segments, len(found))))
+    steps, speed = sum(until - first for first, until in found), RunFolder(run.recipe.folder).summary()
+    seconds = steps * run.recipe.train.global_batch / (speed.train_samples_per_second or 1e99)
+    about = f", about {seconds:,.0f} s at its speed" if speed.train_samples_per_second else ""
+    console.print(f"{steps:,} of {max(run.kept):,} steps are run again{about}", soft_wrap=True)
+    report, code = trials.timed_lines(console), VERIFIED
+    with trials.forking(run.recipe, "verify"):
+        for first, until in found:
+            if code == VERIFIED:
+                code, what = _run_interval(run, first, until)
+                report(f"steps {first + 1} to {until}: {what}")
+    return code
+
+
+def intervals(run: StoredRun, *, from_start: bool) -> list[tuple[int, int]]:
+    """List the intervals between kept checkpoints that were run with the settings of today; also the one from the start
+    where it is asked for, or there is no other. Raises ConfigError where there is none."""
+    changed = max((each["step"] for each in run.kept[max(run.kept)].progress["drift"]), default=0)
+    steps = [*[0] * (not changed and (from_start or len(run.kept) == 1)), *(s for s in run.kept if s >= changed)]
+    if len(steps) < 2:
+        raise ConfigError(
+            f"no kept checkpoint follows another one since step {changed}, at which a resume changed settings "
+            "(--allow-drift): verify the files only, with --segments 0"
+        )
+    return [*pairwise(steps)]
+
+
+def _run_interval(run: StoredRun, first: int, until: int) -> tuple[int, str]:
+    """Run an interval again, in a temporary folder -> exit code, and a sentence. Raises TrialFailed."""
+    expected, recipe = run.kept[until], run.recipe
+    has_own_bits = bool(recipe.parallel.numeric(expected.world_size))
+    most = expected.world_size if has_own_bits else max(1, devices.count_gpus() or cores() // recipe.run.threads)
+    processes = min(expected.world_size, most)
+    with trials.temporary_folder("lockstep-verify-") as folder:
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir()
+        if first:
+            (checkpoints / f"step-{first:09}").symlink_to(recipe.folder.absolute() / f"checkpoints/step-{first:09}")
+        if (steering := recipe.folder / "steering.jsonl").exists():  # what observers asked for is done again
+            storage.write(folder / steering.name, steering.read_bytes())
+        sections = trials.without_interruptions(recipe, folder, steps=until)
+        sections["checkpoint"]["mirror"], sections["schedule"] = None, {}
+        sections |= {"train": {"stop_metric": None, "max_minutes": None}, "observe": {"sinks": (), "file": None}}
+        varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(processes))
+        request = SegmentRequest(until=until, numeric=dict(expected.numeric))
+        trial = trials.run(varied, folder, task="verify", request=request, processes=processes)
+        if differing := next(iter(trials.results(folder, list[tuple[str, Any, Any]])), []):
+            is_machine = all("." not in name and name != "threads" for name, _, _ in differing)
+            what = "; ".join(layout.described(*each) for each in differing)
+            return (INCOMPARABLE, f"bits cannot be compared here ({what})") if is_machine else (WRONG, what)
+        trial.checked()
+        found = layout.read_manifest(layout.folder_of(checkpoints, until))
+    same = (found.digest, found.progress["chain"]) == (expected.digest, expected.progress["chain"])
+    what = f"the same weights, {found.digest[:16]}" if same else f"{found.digest[:16]}, not {expected.digest[:16]}"
+    return (VERIFIED if same else WRONG), what
