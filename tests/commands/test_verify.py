@@ -108,7 +108,7 @@ def test_a_changed_manifest_is_found_also_with_a_right_checksum(run):
     original = layout.read_manifest(file.parent)
     better = replace(original, metrics={"loss": 0.001})
     file.write_text(better.text())
-    assert "step-000000008: cannot be read: the manifest has been changed" in verify(run, "--segments", "0")[1]
+    assert "step-000000008: its manifest has been changed since it was written" in verify(run, "--segments", "0")[1]
     file.write_text(better.after(original.checkpoints[:-1]).text())
     code, text = verify(run, "--segments", "0")
     assert code == 1 and "step-000000008 is not the checkpoint that was in its place" in text

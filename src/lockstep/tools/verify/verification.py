@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.base import devices, storage
 from lockstep.base.errors import CheckpointError, ConfigError
 from lockstep.base.world import cores
-from lockstep.checkpoint import layout, verify
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.layout import Link, Manifest
 from lockstep.core.numerics.digest import digest
 from lockstep.inference import trained_model
@@ -24,6 +24,7 @@ from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.verify import signing
+from lockstep.training import resume
 
 VERIFIED, WRONG, INCOMPARABLE = 0, 1, 2
 
@@ -74,7 +75,7 @@ class StoredRun:
 def read(folder: Path) -> StoredRun:
     """Read a run's summary and every byte of its checkpoints. Raises ConfigError, CheckpointError."""
     recipe, root, _ = run_paths.locate(folder)
-    damaged = {each: problem for each in layout.listed(root) if (problem := verify.problem(each))}
+    damaged = {each: problem for each in layout.listed(root) if (problem := _problem(each))}
     whole = [layout.read_manifest(each) for each in reversed(layout.listed(root)) if each not in damaged]
     if not whole:
         raise CheckpointError(f"{folder} has no whole checkpoint: there is nothing to verify")
@@ -93,6 +94,11 @@ def read(folder: Path) -> StoredRun:
         kept={manifest.step: manifest for manifest in whole},
         damaged=[f"{each.name}: {problem}" for each, problem in damaged.items()],
     )
+
+
+def _problem(folder: Path) -> str | None:
+    problem = resume.problem(folder)
+    return problem if problem or layout.is_linked(folder) else "its manifest has been changed since it was written"
 
 
 def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
