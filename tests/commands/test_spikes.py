@@ -12,7 +12,7 @@ from lockstep.base.events import Spiked
 from lockstep.observe.report import run_files
 from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
-from lockstep.run.tasks.train import Hooks
+from lockstep.run.tasks._task import Hooks
 
 CONFIG = "data: {kind: digits}\nmodel: {kind: cnn}\nobserve: {log_every: 7}\n"
 SETTINGS = ["train.steps=70", "train.epochs=null", "evaluate.every_epochs=null", "launch.processes=1"]

@@ -24,7 +24,20 @@ from PIL import Image
 from lockstep.cli import _app, _common
 from lockstep.recipe.recipe import Recipe, load, settings
 
-ELSEWHERE = {"bisect", "cancel", "doctor", "estimate", "fork", "gate", "prove", "replay", "scale", "sweep", "tune", "verify"}
+ELSEWHERE = {
+    "bisect",
+    "cancel",
+    "doctor",
+    "estimate",
+    "fork",
+    "gate",
+    "prove",
+    "replay",
+    "scale",
+    "sweep",
+    "tune",
+    "verify",
+}
 SHORTENED = {
     "profile": ["--steps", "2", "--traced", "1"],
     "serve": ["--port", "0"],

@@ -11,7 +11,7 @@ from training_runs import config_in, run_on_rank
 from lockstep.base.errors import ConfigError
 from lockstep.recipe import recipe as recipes
 from lockstep.run.rechecking import shifts
-from lockstep.run.tasks.train import Hooks
+from lockstep.run.tasks._task import Hooks
 
 MODEL = {"kind": "user", "file": str(OWN / "normed.py")}
 """With BatchNorm and dropout."""

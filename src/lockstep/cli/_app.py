@@ -16,10 +16,10 @@ from lockstep.cli._common import versions
 FAMILY = "cli"
 PANELS = {
     "Start": ["init", "data", "learn", "plugins"],
-    "Train": ["train", "sweep", "cancel", "resize", "checkpoints"],
+    "Train": ["train", "fork", "sweep", "cancel", "resize", "checkpoints"],
     "Watch": ["status", "watch", "logs", "report"],
     "Use a model": ["evaluate", "export", "predict", "serve"],
-    "Understand": ["compare", "prove", "gate", "profile"],
+    "Understand": ["compare", "replay", "bisect", "prove", "verify", "gate", "profile"],
     "Plan": ["doctor", "estimate", "scale", "tune"],
 }
 """Panels of the help, and their commands in order; others follow by name in the panel "More"."""

@@ -20,7 +20,8 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.parallel.fsdp_units import mark_waits
 from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks._task import Hooks
+from lockstep.run.tasks.train import TrainTask
 
 MODEL = """
 import os

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -18,6 +18,7 @@ from lockstep.recipe import build
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
+from lockstep.training.loop_state import Training
 
 
 class Task(Protocol):
@@ -35,6 +36,17 @@ class Task(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+
+
+class Hooks:
+    """Changes that another task can make in a training run; these change nothing."""
+
+    def assembled(self, parts: Components) -> Components:
+        """Return the components to train with; called once they are built."""
+        return parts
+
+    def starting(self, task: Any, parts: Components, training: Training) -> None:
+        """Prepare the training of a TrainTask, after resuming and before the first step."""
 
 
 class WatchedTask:

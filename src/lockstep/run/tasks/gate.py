@@ -7,8 +7,9 @@ from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
+from lockstep.run.tasks._task import Hooks
 from lockstep.run.tasks.prove import write_trace
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks.train import TrainTask
 from lockstep.tools.gate.gating import TRACE, GateRequest
 from lockstep.training.loop_state import Training
 

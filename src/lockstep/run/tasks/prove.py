@@ -22,7 +22,8 @@ from lockstep.core.modules.module_trace import Line, Selects, Trace
 from lockstep.data.dataset import EvenRows, spread_evenly
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks._task import Hooks
+from lockstep.run.tasks.train import TrainTask
 from lockstep.tools.prove.proof_runs import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import checked
 from lockstep.training.loop_state import Training

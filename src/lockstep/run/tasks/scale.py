@@ -8,7 +8,8 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.data.dataset import spread_evenly
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks._task import Hooks
+from lockstep.run.tasks.train import TrainTask
 
 NEEDS_GROUP = True
 TEST_SAMPLES = 16

@@ -35,7 +35,7 @@ from lockstep.recipe.components import Components, start_notes
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import forgetting
 from lockstep.run.rechecking import Recheck
-from lockstep.run.tasks._task import WatchedTask
+from lockstep.run.tasks._task import Hooks, WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import FirstStepTimer, training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
@@ -47,17 +47,6 @@ from lockstep.training.saving import Saving
 from lockstep.training.steering import FILE, Steering, observer_states, restore_observers
 
 NEEDS_GROUP = True
-
-
-class Hooks:
-    """Changes that another task can make in a training run; these change nothing."""
-
-    def assembled(self, parts: Components) -> Components:
-        """Return the components to train with; called once they are built."""
-        return parts
-
-    def starting(self, task: "TrainTask", parts: Components, training: Training) -> None:
-        """Prepare the training, after resuming and before the first step."""
 
 
 class TrainTask(WatchedTask):
