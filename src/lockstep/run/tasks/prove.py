@@ -65,9 +65,15 @@ class ProofHooks(Hooks):
 
 
 def write_trace(
-    path: Path, parts: Components, training: Training, *, is_main: bool, selects: Selects | None = None
+    path: Path,
+    parts: Components,
+    training: Training,
+    *,
+    is_main: bool,
+    since: int = 0,
+    selects: Selects | None = None,
 ) -> None:
-    """Trace this rank in a file; weights and summed gradients, equal on all ranks, only on rank 0.
+    """Trace this rank in a file, from a step on; weights and summed gradients, equal on all ranks, only on rank 0.
 
     With `selects`, calls and gradients of such micro-batches only, and the weights after the last step.
     """
@@ -81,16 +87,17 @@ def write_trace(
 
     def traced(start: int) -> Iterator[list[MicroBatch]]:
         for micro_batches in steps(start):
-            if is_main:
+            is_traced = micro_batches[0].step >= since
+            if is_main and is_traced:
                 trace.tensors("weights", micro_batches[0].step, weights(parts))
-            trace.expect(micro_batches)
+            trace.expect(micro_batches if is_traced else ())
             yield micro_batches
         if selects is not None:
             trace.tensors("weights", parts.state.step, weights(parts))
         file.close()
 
     def summed(*_: Any) -> None:
-        if is_main:
+        if is_main and parts.state.step >= since:
             gradients = ((name, p.grad) for name, p in parts.state.module.named_parameters())
             trace.tensors("sum", parts.state.step, gradients)
 

@@ -138,6 +138,16 @@ SPREAD = {
 }
 """Kind of difference between two numbers of processes -> what it means."""
 
+COMPARED = {
+    "weights": "{step}: the weights before it differ, first of them {name}, though all until then is equal",
+    "batch": "{step}: the data ({name}) differs",
+    "call": "{step}: module {module} gave other outputs, while all before it are equal",
+    "flow": "{step}: module {module} was called in one where another was called in the other",
+    "gradient": "{step}: all modules gave equal outputs but the gradient of {name} differs",
+    "sum": "{step}: the gradients of all shards are equal, but their sum differs, first of all in {name}",
+}
+"""Kind of difference between two runs that may be of different configs -> what it means."""
+
 
 def explained(difference: TraceDifference, trace: RunTrace, meanings: dict[str, str]) -> str:
     """Describe a difference in a sentence, with the module's class, file and line."""

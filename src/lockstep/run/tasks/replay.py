@@ -1,0 +1,183 @@
+"""A run of `lockstep replay` or `lockstep bisect`: training from a checkpoint to a step that is opened or traced; or
+the step of a bundle."""
+
+import bdb
+import json
+import pdb
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic_core import to_json
+
+from lockstep.base import storage
+from lockstep.base.errors import CheckpointError, Interrupted, ModelError
+from lockstep.base.events import TextSample
+from lockstep.base.model_contracts import MicroBatch, Model
+from lockstep.base.world import World
+from lockstep.checkpoint import layout
+from lockstep.core.host.signals import SignalWatch
+from lockstep.core.modules.module_trace import class_of
+from lockstep.core.numerics.seeds import restore_forward
+from lockstep.models.objectives._choice import objective_of_classes
+from lockstep.recipe import build as building
+from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import Recipe
+from lockstep.run.tasks.prove import write_trace
+from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.tools import trials
+from lockstep.tools.prove.trace_diff import COMPARED, RunTrace, explained, first_difference
+from lockstep.tools.replay import replay_bundle
+from lockstep.tools.replay.opened_step import Row, chosen, opened, run_alone, traced, weight_rows
+from lockstep.tools.replay.replaying import OPENED, SAME_HASHES, ReplayRequest
+from lockstep.training.loop_state import Training
+from lockstep.training.state import TrainState
+
+NEEDS_GROUP = True
+SET_BACK = "Set these back, or replay all the same with --allow-drift"
+
+
+class ReplayHooks(Hooks):
+    """Ends a training after the last requested step, and opens or traces steps on the way."""
+
+    def __init__(self, request: ReplayRequest) -> None:
+        self.request = request
+
+    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+        request, plain = self.request, training.steps
+        training.evaluate, training.deadline.end = None, None
+        training.total_steps = request.last if request.saves else sys.maxsize  # the last step of a run is saved
+
+        def steps(start: int) -> Iterator[list[MicroBatch]]:
+            for micro_batches in islice(plain(start), request.last - start):
+                if request.opens and micro_batches[0].step + 1 >= request.first:
+                    yield from self.opening(task, parts, micro_batches)
+                else:
+                    yield micro_batches
+
+        training.steps = steps
+        if request.traced_from is not None:
+            folder, world = task.recipe.folder, task.world
+            file = folder / f"trace-{world.rank}.jsonl"
+            write_trace(file, parts, training, is_main=world.is_main, since=request.traced_from - 1)
+
+    def opening(
+        self, task: TrainTask, parts: Components, micro_batches: list[MicroBatch]
+    ) -> Iterator[list[MicroBatch]]:
+        """Open a step before it is run, and look at the weights after it."""
+        request, folder = self.request, task.recipe.folder
+        if request.debugs:
+            for each in chosen(parts.state, micro_batches, request.shard)[:1]:
+                debug(parts.model, parts.state, each)
+        if task.world.is_main:
+            trials.announce(folder, f"opening step {micro_batches[0].step + 1} ...")
+        found = opened(parts, micro_batches, request.shard)
+        write(folder, found)  # before the step itself, which may end the run
+        if request.save is not None and found["step"] == request.first:
+            replay_bundle.save(request.save, parts, micro_batches, step=found, numeric=task.numeric)
+        trained = ((name, p) for name, p in parts.state.module.named_parameters() if p.requires_grad)
+        before = {name: parameter.detach().clone() for name, parameter in trained}
+        yield micro_batches
+        write(folder, {**found, "weights": weight_rows(before, parts.state)})
+
+
+def write(folder: Path, step: Row) -> None:
+    storage.write(folder / OPENED.format(step["step"]), to_json(step))
+
+
+def debug(model: Model, state: TrainState, micro_batch: MicroBatch) -> None:
+    """Run a shard, and stop in the forward pass: in that of the user's module, or of a library's, if there is one.
+    Raises Interrupted where the user quits."""
+    foreign = (m for m in model.modules() if class_of(m).__module__.split(".")[0] not in ("lockstep", "torch"))
+    module = next(foreign, model)
+    own = vars(module).get("forward")
+    vars(module)["forward"] = partial(pdb.Pdb().runcall, module.forward)
+    try:
+        run_alone(state, micro_batch)
+    except bdb.BdbQuit:
+        raise Interrupted("the debugger was left") from None
+    finally:
+        sys.settrace(None)
+        restore_forward(module, own)
+
+
+class ReplayTask(TrainTask):
+    """Trains in a folder of its own, from a checkpoint of another run; without evaluations, observers and a report."""
+
+    def __init__(self, request: ReplayRequest, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, hooks=ReplayHooks(request))
+        self.request = request
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        request = self.request
+        if request.is_bundle:
+            self.claim()
+            self.open_bundle()
+        else:
+            super().run(str(request.checkpoint or "never"), allow_drift=request.allow_drift)
+
+    def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
+        """Load it on another processor, or with another torch, too, which it tells; settings have to be the same."""
+        known = self.request.numeric
+        settings = {name: value for name, value in self.numeric.items() if "." in name or not known}
+        facts = {name: value for name, value in known.items() if "." not in name}
+        for name, value in facts.items() if self.world.is_main else ():
+            if (now := self.numeric.get(name)) != value:
+                what = f"another {name.removesuffix('_model').replace('_', ' ')}: {now} here, {value} in the run"
+                trials.announce(self.recipe.folder, f"{what}; the numbers may differ in their last bits")
+        self.numeric = {**settings, **facts}
+        changed = [each for each in layout.differences(known, self.numeric) if None not in each[1:]]
+        if known and resume == "never" and changed and not allow_drift:
+            listing = "\n  ".join(layout.described(*each) for each in changed)
+            raise CheckpointError(f"the run was made with another numeric recipe:\n  {listing}\n  {SET_BACK}")
+        return super().load_checkpoint(resume, allow_drift=allow_drift)
+
+    def resume_observers(self, checkpoint: Path | None, *, repeats: bool) -> None:
+        """Repeat what observers asked for in the run."""
+        self.steering.start(self.parts.state.step, repeats=True)
+
+    def owes_evaluation(self, checkpoint: Path) -> bool:
+        return False
+
+    def first_look(self, *, is_fresh: bool) -> tuple[TextSample, ...]:
+        return ()
+
+    def write_report(self) -> None:
+        """Write none."""
+
+    def open_bundle(self) -> None:
+        """Run the shards of an unpacked bundle, and compare the hashes with those that it holds."""
+        folder, device = self.recipe.folder, self.device
+        facts = replay_bundle.read(folder)
+        weights, shards = replay_bundle.tensors(folder, "weights", device), facts.micro_batches(folder, device)
+        model = building.build_model(self.recipe, facts.spec).to(device)
+        if (of_classes := weights.pop(replay_bundle.CLASS_WEIGHTS, None)) is not None:
+            objective_of_classes(model, "train.class_weights").class_weights = of_classes
+        state = building.distribute(
+            self.recipe, model, lambda: shards[0].batch, total_steps=facts.total_steps, device=device
+        )
+        own = state.strategy.state()
+        shapes = [{(name, tuple(tensor.shape)) for name, tensor in each.items()} for each in (own, weights)]
+        if wrong := sorted(shapes[0] ^ shapes[1]):
+            raise ModelError(f"the bundle belongs to another model: {wrong[0][0]} is missing, or has another shape")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+        if self.request.debugs:
+            debug(model, state, next((each for each in shards if each.shard == self.request.shard), shards[0]))
+        then = RunTrace().add(facts.trace)
+        now = RunTrace().add(line for each in shards for line in traced(model, state, each))
+        difference = first_difference(then, now)
+        lines = [line for lines in now.steps[shards[0].step].shards.values() for line in lines]
+        hashes = sum(line["kind"] in ("call", "gradient") for line in lines)
+        text = explained(difference, now, COMPARED) if difference else ""
+        storage.write(folder / SAME_HASHES, json.dumps({"hashes": hashes, "difference": text}))
+
+
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ReplayTask:
+    """Build the task from its request file."""
+    return ReplayTask(ReplayRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)

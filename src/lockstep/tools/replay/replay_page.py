@@ -1,0 +1,78 @@
+"""An opened step as tables on the terminal, and as an HTML page without external resources."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.base import storage
+from lockstep.base.errors import printable
+from lockstep.base.escaping_console import escape_name, wide_console
+from lockstep.base.templates import render
+from lockstep.tools.prove.proof_table import LOG_WIDTH
+from lockstep.tools.replay.opened_step import MOST_SHOWN, Row
+
+STATISTICS = ("largest", "rms", "zeros", "non_finite", "saturated")
+COLUMNS = {
+    "samples": ("sample", "shard", "loss", "gradient_norm", "share", "label", "origin"),
+    "shards": ("shard", "loss", "gradient_norm", "count", "samples"),
+    "modules": ("module", *(f"{kind} {each}" for kind in ("outputs", "gradients") for each in STATISTICS)),
+    "weights": ("parameter", "rms", "update", "ratio", "learning_rate"),
+}
+TITLES = {
+    "samples": "samples, those first that add most to the gradient of the step",
+    "shards": "shards",
+    "modules": "modules: outputs, and gradients with respect to them, over the opened shards",
+    "weights": "updates of the weights, root mean squares, the largest ratio first",
+}
+
+
+def cells(row: Row, columns: Sequence[str]) -> list[str]:
+    """Return the values of a row as text."""
+    flat = {
+        **row,
+        **{f"{kind} {key}": value for kind in ("outputs", "gradients") for key, value in (row.get(kind) or {}).items()},
+    }
+    return [_text(flat.get(column)) for column in columns]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def present(step: Row, notes: Sequence[str], out: Path, *, name: str, console: Console) -> None:
+    """Print an opened step, and write its page and JSON."""
+    tables = {key: [cells(row, COLUMNS[key]) for row in step.get(key, ())] for key in TITLES}
+    for key in ("samples", "shards", "weights"):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=TITLES[key], title_justify="left")
+        for column in COLUMNS[key]:
+            table.add_column(column.replace("_", " "), overflow="ellipsis", no_wrap=True)
+        for row in tables[key][:MOST_SHOWN]:
+            table.add_row(*(Text(escape_name(cell)) for cell in row))
+        wide_console(console, LOG_WIDTH).print(table)
+    notes = [*notes, *striking(step)]
+    page, facts = (out / f"replay-{step['step']}{suffix}" for suffix in (".html", ".json"))
+    values = {"step": step, "notes": notes, "tables": tables, "titles": TITLES, "columns": COLUMNS, "run": name}
+    storage.write(page, printable(render("tools/replay/replay.html", **values, shown=step["samples"][:MOST_SHOWN])))
+    storage.write(facts, to_json({**step, "notes": notes}, inf_nan_mode="strings", indent=1))
+    for text in (*notes, f"written to {page} and {facts.name}"):
+        console.print(text, soft_wrap=True)
+
+
+def striking(step: Row) -> list[str]:
+    """Return sentences on the first module whose outputs are not finite, and on the most saturated one."""
+    modules = [(row["module"], row["outputs"]) for row in step["modules"]]
+    found = [
+        f"{each['non_finite']:.1%} of the outputs of {name} are not finite"
+        for name, each in modules
+        if each["non_finite"]
+    ]
+    name, most = max(modules, key=lambda pair: pair[1]["saturated"], default=("", {"saturated": 0.0}))
+    return found[:1] + [f"{most['saturated']:.1%} of the outputs of {name} are saturated"] * (most["saturated"] > 0.5)
