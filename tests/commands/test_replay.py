@@ -9,6 +9,7 @@ from subprocess import PIPE
 import pytest
 import safetensors.torch
 import warm
+from causal_models import saved
 from running import lockstep
 from training_runs import run_on_rank
 
@@ -90,6 +91,17 @@ checkpoint: {every_steps: 4, keep: 2, every_minutes: null}
 evaluate: {every_epochs: null}
 """
 
+ADAPTER = """
+data: {kind: text, context: 24, limit: 64, tokenizer: bytes, train: texts.txt}
+model: {kind: causal_lm, name: llama, adapter: {rank: 2, dropout: 0.1, targets: ['*.q_proj', '*.v_proj']}}
+train: {steps: 6, global_batch: 8, micro_batch: 2, precision: bf16}
+observe: {sinks: [jsonl], log_every: 3}
+checkpoint: {every_steps: 2, every_minutes: null}
+evaluate: {limit: 16, sample_tokens: 0, every_epochs: null}
+"""
+
+SAME = "the chain is that of the log at each step that was logged, up to step"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -131,8 +143,8 @@ def test_a_resumed_run_of_three_processes_is_replayed_on_one(folder, ranks):
     run = folder / "runs" / "one"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     printed = replayed(folder, "runs/one", "--step", "14", "--trust-code")
-    assert "step 14 of " in printed and "1 steps again from the checkpoint of step 12, then a pass for each" in printed
-    assert "the chain is that of the log, up to step 14 (1 logged steps)" in printed
+    assert "step 14 of " in printed and "2 steps again, from the checkpoint of step 12 on, and a pass" in printed
+    assert f"{SAME} 14" in printed
     step = facts(folder, 14)
     logged = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}[14]
     assert step["loss"] == logged["loss"]
@@ -152,8 +164,23 @@ def test_other_processes_and_strategies_replay_the_same_step(folder):
     one = replayed(folder, "runs/one", "--step", "7")
     kept = facts(folder, 7)
     many = replayed(folder, "runs/one", "--step", "7", "--processes", "2", "--parallel", "ddp", "--out", str(folder))
-    assert "the chain is that of the log, up to step 6" in one and "on 2 processes" in many
+    assert f"{SAME} 8" in one and "on 2 processes" in many
     assert facts(folder, 7)["samples"] == kept["samples"]
+
+
+def test_an_adapter_trained_on_shards_is_replayed_on_one_process(folder):
+    """LoRA with dropout in bf16, with fsdp; texts are shown as such, and the bundle needs no data."""
+    (folder / "texts.txt").write_text("".join(f"number {i} has {i * 7 % 13} legs.\n\n" for i in range(200)))
+    saved(folder / "llama", "llama")
+    (folder / "c.yaml").write_text(ADAPTER)
+    trained(folder, "launch.processes=2", "parallel.kind=fsdp")
+    printed = replayed(folder, "runs/one", "--step", "5", "--save", "five.replay")
+    assert f"{SAME} 6" in printed
+    step = facts(folder, 5)
+    assert all(len(row["text"]) >= 20 and row["in_shard"] for row in step["samples"])
+    assert {"lora" in row["parameter"] for row in step["weights"]} == {True}
+    (folder / "texts.txt").unlink()
+    assert "are those of the bundle" in replayed(folder, "five.replay")
 
 
 @pytest.mark.parametrize(("fault", "step"), [("label", 69), ("bright", 5)])

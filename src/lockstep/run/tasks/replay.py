@@ -50,11 +50,11 @@ class ReplayHooks(Hooks):
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
         request, plain = self.request, training.steps
         training.evaluate, training.deadline.end = None, None
-        training.total_steps = request.last if request.saves else sys.maxsize  # the last step of a run is saved
+        training.total_steps = request.until if request.saves else sys.maxsize  # the last step of a run is saved
 
         def steps(start: int) -> Iterator[list[MicroBatch]]:
-            for micro_batches in islice(plain(start), request.last - start):
-                if request.opens and micro_batches[0].step + 1 >= request.first:
+            for micro_batches in islice(plain(start), request.until - start):
+                if request.opens and request.first <= micro_batches[0].step + 1 <= request.last:
                     yield from self.opening(task, parts, micro_batches)
                 else:
                     yield micro_batches

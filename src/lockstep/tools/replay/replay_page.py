@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import to_json
 from rich import box
@@ -19,11 +19,12 @@ from lockstep.tools.replay.opened_step import MOST_SHOWN, Row
 
 STATISTICS = ("largest", "rms", "zeros", "non_finite", "saturated")
 COLUMNS = {
-    "samples": ("sample", "shard", "loss", "gradient_norm", "share", "label", "origin"),
+    "samples": ("sample", "shard", "loss", "gradient_norm", "share", "label", "origin", "text"),
     "shards": ("shard", "loss", "gradient_norm", "count", "samples"),
     "modules": ("module", *(f"{kind} {each}" for kind in ("outputs", "gradients") for each in STATISTICS)),
     "weights": ("parameter", "rms", "update", "ratio", "learning_rate"),
 }
+TEXTS = ("label", "origin", "text", "samples", "parameter")
 TITLES = {
     "samples": "samples, those first that add most to the gradient of the step",
     "shards": "shards",
@@ -53,7 +54,8 @@ def present(step: Row, notes: Sequence[str], out: Path, *, name: str, console: C
     for key in ("samples", "shards", "weights"):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=TITLES[key], title_justify="left")
         for column in COLUMNS[key]:
-            table.add_column(column.replace("_", " "), overflow="ellipsis", no_wrap=True)
+            side: Literal["left", "right"] = "left" if column in TEXTS else "right"
+            table.add_column(column.replace("_", " "), justify=side, overflow="ellipsis", no_wrap=True)
         for row in tables[key][:MOST_SHOWN]:
             table.add_row(*(Text(escape_name(cell)) for cell in row))
         wide_console(console, LOG_WIDTH).print(table)

@@ -36,8 +36,9 @@ Facts = Mapping[int, Mapping[str, Any]]
 
 class ReplayRequest(BaseModel):
     first: int = 1
-    """Numbers of the first step to open, and of the last step to run."""
+    """Numbers of the first step to open, of the last, and of the last to run."""
     last: int = 1
+    until: int = 1
     shard: int | None = None
     """The only shard to open."""
     checkpoint: Path | None = None
@@ -67,7 +68,7 @@ class ReplayRequest(BaseModel):
         """Return a recipe with the same steps, since a schedule may depend on their number, in another folder."""
         own = recipe.parallel.kind if recipe.parallel.MOST_PROCESSES is None else "ddp"
         kind = "single" if self.processes == 1 else self.parallel or own
-        every = self.last if self.saves else None
+        every = self.until if self.saves else None
         section = recipe.parallel if kind == recipe.parallel.kind else trials.strategy(kind)
         sections: dict[str, dict[str, Any]] = {
             "run": {"dir": folder.parent, "name": folder.name},
@@ -113,11 +114,14 @@ class LoggedRun:
         recipe_trust.authorize(self.recipe, self.folder / "recipe.yaml", trusts=self.trusts)
 
     def started(self, request: ReplayRequest) -> ReplayRequest:
-        """Return the request with the newest whole checkpoint before its first step."""
+        """Return the request with the newest whole checkpoint before its first step, and the next step whose chain is
+        known after its last one."""
         earlier = (each for each in layout.listed(self.folder / "checkpoints") if layout.step_of(each) < request.first)
         checkpoint = next((each for each in earlier if resume.problem(each) is None), None)
         numeric = dict(layout.read_manifest(checkpoint).numeric if checkpoint else self.log.numeric)
-        return request.model_copy(update={"checkpoint": checkpoint, "numeric": numeric})
+        known = [step for step, facts in self.log.facts.items() if step >= request.last and "chain" in facts]
+        changes = {"checkpoint": checkpoint, "numeric": numeric, "until": min(known, default=request.last)}
+        return request.model_copy(update=changes)
 
     def again(
         self, request: ReplayRequest, folder: Path, report: Callable[[str], None], *, here: Here | None = None
@@ -131,17 +135,19 @@ class LoggedRun:
 
     def plan(self, request: ReplayRequest) -> str:
         """Say what has to be run again, and for about how long."""
-        steps, train = request.first - 1 - request.start, self.recipe.train
+        steps, train = request.until - request.start, self.recipe.train
         place = f"the checkpoint of step {request.start}" if request.checkpoint else "the start"
-        what = f"step {request.first} of {self.folder}: {steps} steps again from {place}, then a pass for each sample"
+        what = (
+            f"step {request.first} of {self.folder}: {steps} steps again, from {place} on, and a pass for each sample"
+        )
         lines = RunFolder(self.folder).metric_lines()
         speeds = [speed for line in lines if (speed := line.values.get("samples_per_second"))]
         if not speeds:
             return f"{what}; the run has not measured its speed"
         seconds = train.global_batch / statistics.median(speeds) * (RunFolder(self.folder).summary().world_size or 1)
         share = (1 + train.micro_batch) * (1.0 if request.shard is None else 1 / train.shards)
-        passes = (request.last - request.first + 1) * (1 + share)
-        return f"{what}: about {seconds * (steps / request.processes + passes):.0f} s at the run's speed"
+        passes = (request.last - request.first + 1) * share
+        return f"{what}: about {seconds * (steps + passes):.0f} s at the run's speed"
 
 
 def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | None, console: Console) -> int:
@@ -156,8 +162,8 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
         trials.prepared(run.recipe)
         start, way, opening = request.start, folder / "way", folder / "opened"
         if request.processes > 1 and start < request.first - 1:
-            changes = {"last": request.first - 1, "opens": False, "saves": True, "save": None}
-            report(f"steps {start + 1} to {changes['last']} on {processes_text(request.processes)} ...")
+            changes = {"until": request.first - 1, "opens": False, "saves": True, "save": None}
+            report(f"steps {start + 1} to {changes['until']} on {processes_text(request.processes)} ...")
             run.again(request.model_copy(update=changes), way, report).checked()
             facts |= evidence(way).facts
             request = request.model_copy(update={"checkpoint": layout.listed(way / "checkpoints")[0]})
@@ -183,7 +189,7 @@ def chain_text(logged: Facts, again: Facts) -> str:
     if not common:
         return "the run has logged none of these steps: there is no chain to compare"
     if not wrong:
-        return f"the chain is that of the log, up to step {common[-1]} ({len(common)} logged steps)"
+        return f"the chain is that of the log at each step that was logged, up to step {common[-1]}"
     gaps = []
     for name in ("loss", "gradient_norm"):
         pairs = [(logged[step].get(name), again[step].get(name)) for step in wrong]
