@@ -233,7 +233,7 @@ def test_another_processor_is_told_and_the_difference_measured(folder):
             line |= {"chain": "0" * 16, "loss": line["loss"] * (1 + 1e-6)}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     printed = replayed(folder, "runs/one", "--step", "14")
-    assert "another device: " in printed and "here, cpu of another kind in the run" in printed
+    assert "another device: " in printed and "here, cpu of another kind there" in printed
     assert "the chain differs from that of the log from step 14 on; loss by at most 1e-06, gradient norm" in printed
     (folder / "mine.py").write_text(MINE + "\n# changed\n")
     refused = replayed(folder, "runs/one", "--step", "14", "--trust-code", code=2)

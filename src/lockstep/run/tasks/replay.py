@@ -5,7 +5,7 @@ import bdb
 import json
 import pdb
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint import layout
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import class_of
+from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import restore_forward
 from lockstep.models.objectives._choice import objective_of_classes
 from lockstep.recipe import build as building
@@ -33,6 +34,7 @@ from lockstep.tools import trials
 from lockstep.tools.prove.trace_diff import COMPARED, RunTrace, explained, first_difference
 from lockstep.tools.replay import replay_bundle
 from lockstep.tools.replay.opened_step import Row, chosen, opened, run_alone, traced, weight_rows
+from lockstep.tools.replay.replay_bundle import WEIGHTS
 from lockstep.tools.replay.replaying import OPENED, SAME_HASHES, ReplayRequest
 from lockstep.training.loop_state import Training
 from lockstep.training.state import TrainState
@@ -75,10 +77,11 @@ class ReplayHooks(Hooks):
                 debug(parts.model, parts.state, each)
         if task.world.is_main:
             trials.announce(folder, f"opening step {micro_batches[0].step + 1} ...")
-        found = opened(parts, micro_batches, request.shard)
+        found = opened(parts.model, parts.state, micro_batches, shard=request.shard, data=parts.data)
         write(folder, found)  # before the step itself, which may end the run
         if request.save is not None and found["step"] == request.first:
-            replay_bundle.save(request.save, parts, micro_batches, step=found, numeric=task.numeric)
+            numeric = {**task.numeric, **task.facts}
+            replay_bundle.save(request.save, parts, micro_batches, shard=request.shard, numeric=numeric)
         trained = ((name, p) for name, p in parts.state.module.named_parameters() if p.requires_grad)
         before = {name: parameter.detach().clone() for name, parameter in trained}
         yield micro_batches
@@ -114,9 +117,9 @@ class ReplayTask(TrainTask):
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         request = self.request
-        if request.is_bundle:
+        if request.bundle is not None:
             self.claim()
-            self.open_bundle()
+            self.open_bundle(request.bundle)
         else:
             super().run(str(request.checkpoint or "never"), allow_drift=request.allow_drift)
 
@@ -125,10 +128,7 @@ class ReplayTask(TrainTask):
         known = self.request.numeric
         settings = {name: value for name, value in self.numeric.items() if "." in name or not known}
         facts = {name: value for name, value in known.items() if "." not in name}
-        for name, value in facts.items() if self.world.is_main else ():
-            if (now := self.numeric.get(name)) != value:
-                what = f"another {name.removesuffix('_model').replace('_', ' ')}: {now} here, {value} in the run"
-                trials.announce(self.recipe.folder, f"{what}; the numbers may differ in their last bits")
+        self.tell_of_machine(facts)
         self.numeric = {**settings, **facts}
         changed = [each for each in layout.differences(known, self.numeric) if None not in each[1:]]
         if known and resume == "never" and changed and not allow_drift:
@@ -149,14 +149,22 @@ class ReplayTask(TrainTask):
     def write_report(self) -> None:
         """Write none."""
 
-    def open_bundle(self) -> None:
-        """Run the shards of an unpacked bundle, and compare the hashes with those that it holds."""
-        folder, device = self.recipe.folder, self.device
-        facts = replay_bundle.read(folder)
-        weights, shards = replay_bundle.tensors(folder, "weights", device), facts.micro_batches(folder, device)
+    def tell_of_machine(self, known: Mapping[str, Any]) -> None:
+        """Say where this machine is another one."""
+        for name, value in known.items() if self.world.is_main else ():
+            if "." not in name and (now := self.facts.get(name)) != value:
+                what = f"another {name.removesuffix('_model').replace('_', ' ')}: {now} here, {value} there"
+                trials.announce(self.recipe.folder, f"{what}; the numbers may differ in their last bits")
+
+    def open_bundle(self, file: Path) -> None:
+        """Run the shards of a bundle, and compare the hashes with those that it holds."""
+        facts, device, weights = replay_bundle.facts_of(file), self.device, replay_bundle.tensors_of(file, WEIGHTS)
+        self.tell_of_machine(facts.numeric)
+        batches = [moved(replay_bundle.tensors_of(file, f"shard-{each.shard}"), device) for each in facts.shards]
+        shards = [MicroBatch(batch=batch, **vars(each)) for batch, each in zip(batches, facts.shards, strict=True)]
         model = building.build_model(self.recipe, facts.spec).to(device)
         if (of_classes := weights.pop(replay_bundle.CLASS_WEIGHTS, None)) is not None:
-            objective_of_classes(model, "train.class_weights").class_weights = of_classes
+            objective_of_classes(model, "train.class_weights").class_weights = of_classes.to(device)
         state = building.distribute(
             self.recipe, model, lambda: shards[0].batch, total_steps=facts.total_steps, device=device
         )
@@ -167,15 +175,17 @@ class ReplayTask(TrainTask):
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
+        found = chosen(state, shards, self.request.shard)
         if self.request.debugs:
-            debug(model, state, next((each for each in shards if each.shard == self.request.shard), shards[0]))
+            debug(model, state, found[0])
+        write(self.recipe.folder, opened(model, state, shards, shard=self.request.shard, data=None))
         then = RunTrace().add(facts.trace)
         now = RunTrace().add(line for each in shards for line in traced(model, state, each))
         difference = first_difference(then, now)
         lines = [line for lines in now.steps[shards[0].step].shards.values() for line in lines]
         hashes = sum(line["kind"] in ("call", "gradient") for line in lines)
         text = explained(difference, now, COMPARED) if difference else ""
-        storage.write(folder / SAME_HASHES, json.dumps({"hashes": hashes, "difference": text}))
+        storage.write(self.recipe.folder / SAME_HASHES, json.dumps({"hashes": hashes, "difference": text}))
 
 
 def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ReplayTask:

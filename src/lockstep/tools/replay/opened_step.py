@@ -24,7 +24,7 @@ from lockstep.core.reduction.tree import tree_sum
 from lockstep.data.dataset import stream_of
 from lockstep.inference.evaluate.evaluation_page import data_uri
 from lockstep.inference.evaluate.evaluation_samples import readable, without_augmentation
-from lockstep.recipe.components import Components
+from lockstep.recipe.splits import Splits
 from lockstep.training.state import TrainState
 from lockstep.training.step import explained_nondeterminism, undo
 
@@ -112,17 +112,20 @@ def traced(model: Model, state: TrainState, micro_batch: MicroBatch) -> list[Lin
     return lines
 
 
-def opened(parts: Components, micro_batches: Sequence[MicroBatch], shard: int | None) -> Row:
-    """Open the step that is to be run next, or one of its shards. Raises ConfigError for a shard that it lacks."""
-    shards, samples, statistics = list[Row](), list[Row](), ModuleStatistics(parts.model)
+def opened(
+    model: Model, state: TrainState, micro_batches: Sequence[MicroBatch], *, shard: int | None, data: Splits | None
+) -> Row:
+    """Open the step that is to be run next, or one of its shards; `data` tells what its samples are. Raises ConfigError
+    for a shard that it lacks."""
+    shards, samples, statistics = list[Row](), list[Row](), ModuleStatistics(model)
     table, first = torch.zeros(micro_batches[0].shards, 2, dtype=torch.float64), micro_batches[0]
-    for each in (found := chosen(parts.state, micro_batches, shard)):
+    for each in (found := chosen(state, micro_batches, shard)):
         with statistics.watching():
-            loss, norm = run_alone(parts.state, each)
+            loss, norm = run_alone(state, each)
         table[each.shard] = torch.tensor([float(loss.total), float(loss.count)], dtype=torch.float64)
         row = measured(loss, norm, shard=each.shard, samples=list(each.indices))
         shards.append(row)
-        samples += sample_rows(parts, each, total=row["total"])
+        samples += sample_rows(model, state, each, total=row["total"])
     samples.sort(
         key=lambda row: (row["non_finite_inputs"], row["weight"] if row["weight"] < math.inf else math.inf),
         reverse=True,
@@ -131,12 +134,12 @@ def opened(parts: Components, micro_batches: Sequence[MicroBatch], shard: int | 
     for number, row in enumerate(samples):
         row["share"] = row.pop("weight") / whole
         if number < MOST_SHOWN:
-            row |= described(parts, row, next(each for each in found if each.shard == row["shard"]))
-    total, count = tree_sum(table, first.present).tolist()
+            row |= described(row, next(each for each in found if each.shard == row["shard"]), data)
+    is_whole = {each.shard for each in found} == first.present
+    total, count = tree_sum(table, first.present).tolist() if is_whole else (0.0, 0.0)
     return {
         "step": first.step + 1,
-        "epoch": parts.order.epoch(first.step) + 1,
-        "loss": total / (count or 1.0) if shard is None else None,  # as the run adds it, in the tree's order
+        "loss": total / (count or 1.0) if is_whole else None,  # as the run adds it, in the tree's order
         "shards": shards,
         "samples": samples,
         "modules": statistics.rows(),
@@ -145,7 +148,7 @@ def opened(parts: Components, micro_batches: Sequence[MicroBatch], shard: int | 
 
 def chosen(state: TrainState, micro_batches: Sequence[MicroBatch], shard: int | None) -> list[MicroBatch]:
     """Return the shards of a step to open, with the weights of the loss's terms. Raises ConfigError."""
-    if state.term_counts is not None:
+    if state.term_counts is not None and micro_batches[0].weights is None:
         micro_batches = with_term_weights(micro_batches, state.term_counts)
     present = [each for each in micro_batches if each.indices]
     if found := [each for each in present if shard in (None, each.shard)]:
@@ -166,20 +169,20 @@ def measured(loss: LossSum, norm: float, **more: Any) -> Row:
     }
 
 
-def sample_rows(parts: Components, micro_batch: MicroBatch, *, total: float) -> list[Row]:
+def sample_rows(model: Model, state: TrainState, micro_batch: MicroBatch, *, total: float) -> list[Row]:
     """Return loss and gradient of each sample of a shard: from the pass of the whole shard, with its dropout and its
     BatchNorm, where the losses of the samples' own outputs add up to `total`; else from a pass of each alone."""
     places = range(len(micro_batch.indices))
     with suppress(RuntimeError, ValueError, LookupError, TypeError, AttributeError, LockstepError):
-        rows = [sample_row(parts, micro_batch, place, in_shard=True) for place in places]
+        rows = [sample_row(model, state, micro_batch, place=place, in_shard=True) for place in places]
         if abs(sum(row["total"] for row in rows) - total) <= TOLERANCE * max(abs(total), 1e-6):
             return rows
-    return [sample_row(parts, micro_batch, place, in_shard=False) for place in places]
+    return [sample_row(model, state, micro_batch, place=place, in_shard=False) for place in places]
 
 
-def sample_row(parts: Components, micro_batch: MicroBatch, place: int, *, in_shard: bool) -> Row:
+def sample_row(model: Model, state: TrainState, micro_batch: MicroBatch, *, place: int, in_shard: bool) -> Row:
     """Run a shard with the loss of one of its samples, or one sample alone, with the shard's random numbers."""
-    model, state, number = parts.model, parts.state, micro_batch.samples
+    number = micro_batch.samples
 
     def own(tree: Any) -> Any:
         return nests.each(lambda t: t[place : place + 1] if t.ndim and len(t) == number else t, tree)
@@ -202,21 +205,22 @@ def sample_row(parts: Components, micro_batch: MicroBatch, place: int, *, in_sha
         vars(model).pop("loss", None)
 
 
-def described(parts: Components, row: Row, micro_batch: MicroBatch) -> Row:
+def described(row: Row, micro_batch: MicroBatch, data: Splits | None) -> Row:
     """Tell what a sample is: its origin, its label, its text, and the picture that the model was given."""
-    place, source = micro_batch.indices.index(row["sample"]), parts.data.train
-    decode = getattr(parts.data.tokenizer, "decode", None)
+    place, decode = micro_batch.indices.index(row["sample"]), getattr(data and data.tokenizer, "decode", None)
     columns = {name: column[place].cpu() for name, column in micro_batch.batch.items() if column.ndim}
-    origin, known = f"sample {row['sample']}", Row()
-    if stream_of(source) is None:
-        origin, known = readable(without_augmentation(source), row["sample"])
+    origin, known, names = f"sample {row['sample']}", Row(), tuple[str, ...]()
+    if data is not None:
+        names = data.train.spec.labels
+        if stream_of(data.train) is None:
+            origin, known = readable(without_augmentation(data.train), row["sample"])
     text, image, label = known.get("text", ""), columns.get("image"), columns.get("label")
     if not text and "input_ids" in columns and decode is not None:
         text = decode(columns["input_ids"].tolist())
     if image is not None and image.is_floating_point():
         low, high = image.nan_to_num().aminmax()
         image = ((image.nan_to_num() - low) / (high - low).clamp_min(1e-12) * 255).to(torch.uint8)
-    value, names = label.item() if label is not None and label.numel() == 1 else "", source.spec.labels
+    value = label.item() if label is not None and label.numel() == 1 else ""
     shown = names[value] if isinstance(value, int) and 0 <= value < len(names) else str(value)
     picture = "" if image is None else data_uri({"image": image.numpy()})
     return {"origin": origin, "label": shown, "text": str(text)[:MOST_CHARACTERS], "picture": picture}

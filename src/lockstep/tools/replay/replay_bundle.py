@@ -3,15 +3,15 @@
 An archive without compression of safetensors and JSON; of the user's files it holds the hashes.
 """
 
-import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.base import config, storage
@@ -21,10 +21,10 @@ from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Line
 from lockstep.core.numerics.seeds import seed_of
 from lockstep.recipe.components import Components
-from lockstep.tools.replay.opened_step import Row, chosen, traced
+from lockstep.tools.replay.opened_step import chosen, traced
 
 SUFFIX = ".replay"
-ENTRY = re.compile(r"replay\.json|(weights|shard-\d{1,6})\.safetensors")
+FACTS, WEIGHTS = "replay.json", "weights"
 CLASS_WEIGHTS = "lockstep.class_weights"
 """Name of the weights of the classes among the tensors of the model."""
 
@@ -50,18 +50,13 @@ class BundleFacts(BaseModel):
     numeric: dict[str, Any]
     """The numeric recipe, with the sha256 of the user's files, the processor and torch's version."""
     trace: list[Line]
-    opened: Row
-
-    def micro_batches(self, folder: Path, device: torch.device) -> list[MicroBatch]:
-        """Read the shards of an unpacked bundle."""
-        batches = [tensors(folder, f"shard-{each.shard}", device) for each in self.shards]
-        return [MicroBatch(batch=batch, **vars(each)) for batch, each in zip(batches, self.shards, strict=True)]
 
 
-def save(file: Path, parts: Components, micro_batches: Sequence[MicroBatch], *, step: Row, numeric: Any) -> None:
-    """Write the shards that were opened. Raises DataError for columns that are no tensors, OSError."""
-    kept = {row["shard"] for row in step["shards"]}
-    shards = [each for each in chosen(parts.state, micro_batches, None) if each.shard in kept]
+def save(
+    file: Path, parts: Components, micro_batches: Sequence[MicroBatch], *, shard: int | None, numeric: Any
+) -> None:
+    """Write the shards that are opened. Raises DataError for columns that are no tensors, OSError."""
+    shards = chosen(parts.state, micro_batches, shard)
     facts = BundleFacts(
         recipe=config.dump(parts.recipe),
         spec=parts.data.train.spec,
@@ -70,20 +65,16 @@ def save(file: Path, parts: Components, micro_batches: Sequence[MicroBatch], *, 
         shards=[ShardFacts.model_validate(each, from_attributes=True) for each in shards],
         numeric=numeric,
         trace=[line for each in shards for line in traced(parts.model, parts.state, each)],
-        opened=step,
     )
     weights = dict(parts.strategy.state())
     if (of_classes := getattr(getattr(parts.model, "objective", None), "class_weights", None)) is not None:
         weights[CLASS_WEIGHTS] = of_classes
-    entries = {"weights": weights, **{f"shard-{each.shard}": each.batch for each in shards}}
-    try:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("replay.json", facts.model_dump_json())
-            for name, each in entries.items():
-                archive.writestr(f"{name}.safetensors", _bytes(each))
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
+    entries = {WEIGHTS: weights, **{f"shard-{each.shard}": each.batch for each in shards}}
+    content = {FACTS: facts.model_dump_json().encode()}
+    content |= {f"{name}.safetensors": _bytes(each) for name, each in entries.items()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, part in content.items():
+            archive.writestr(name, part)
 
 
 def _bytes(found: Mapping[str, Any]) -> bytes:
@@ -92,27 +83,30 @@ def _bytes(found: Mapping[str, Any]) -> bytes:
     return safetensors.torch.save({name: each.detach().cpu().contiguous().clone() for name, each in found.items()})
 
 
-def unpack(file: Path, folder: Path) -> BundleFacts:
-    """Unpack a bundle into a folder. Raises DataError where it is none."""
+@contextmanager
+def archive_of(file: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a bundle. Raises DataError where it, or what is read of it, is none."""
     try:
         with storage.regular(file) as opened:
             storage.check_archive(opened, file.stat().st_size)
             with zipfile.ZipFile(opened) as archive:
-                if strange := [name for name in archive.namelist() if not ENTRY.fullmatch(name)]:
-                    raise ValueError(f"{strange[0]!r} is in it")
-                archive.extractall(folder)
-        return read(folder)
-    except (OSError, ValueError, zipfile.BadZipFile, ValidationError) as error:
+                yield archive
+    except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{file} is no bundle of lockstep replay --save: {reason}") from None
 
 
-def read(folder: Path) -> BundleFacts:
-    """Read the facts of an unpacked bundle."""
-    return BundleFacts.model_validate_json(storage.read_regular(folder / "replay.json", storage.MOST_JSON_BYTES))
+def facts_of(file: Path) -> BundleFacts:
+    """Read all but the tensors. Raises DataError."""
+    with archive_of(file) as archive:
+        facts = BundleFacts.model_validate_json(archive.read(FACTS))
+        if not facts.shards:
+            raise ValueError("no shard is in it")
+        return facts
 
 
-def tensors(folder: Path, name: str, device: torch.device) -> dict[str, Tensor]:
-    """Read the weights and buffers of an unpacked bundle ("weights"), or the columns of a shard ("shard-V")."""
-    found: dict[str, Tensor] = safetensors.torch.load_file(folder / f"{name}.safetensors", device=str(device))
-    return found
+def tensors_of(file: Path, name: str) -> dict[str, Tensor]:
+    """Read the weights and buffers, or the columns of a shard: "shard-V". Raises DataError."""
+    with archive_of(file) as archive:
+        found: dict[str, Tensor] = safetensors.torch.load(archive.read(f"{name}.safetensors"))
+        return found

@@ -51,7 +51,7 @@ def _text(value: Any) -> str:
 def present(step: Row, notes: Sequence[str], out: Path, *, name: str, console: Console) -> None:
     """Print an opened step, and write its page and JSON."""
     tables = {key: [cells(row, COLUMNS[key]) for row in step.get(key, ())] for key in TITLES}
-    for key in ("samples", "shards", "weights"):
+    for key in [key for key in ("samples", "shards", "weights") if tables[key]]:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=TITLES[key], title_justify="left")
         for column in COLUMNS[key]:
             side: Literal["left", "right"] = "left" if column in TEXTS else "right"

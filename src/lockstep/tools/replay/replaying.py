@@ -55,7 +55,8 @@ class ReplayRequest(BaseModel):
     """Number of the first step to trace."""
     save: Path | None = None
     """Bundle to write."""
-    is_bundle: bool = False
+    bundle: Path | None = None
+    """Bundle to open instead of a run."""
     debugs: bool = False
     allow_drift: bool = False
 
@@ -154,6 +155,7 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
     """Run again up to the last of the steps, compare the chains, and write what the opened steps are. Raises
     ConfigError, TrialFailed."""
     trials.check_writable("--save", request.save, suffix=replay_bundle.SUFFIX)
+    trials.check_writable("--out", out / "replay.html")
     request = run.started(request)
     console.print(run.plan(request), soft_wrap=True)
     report, facts = trials.timed_lines(console), dict[int, Mapping[str, Any]]()
@@ -169,7 +171,7 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
             request = request.model_copy(update={"checkpoint": layout.listed(way / "checkpoints")[0]})
         request = request.model_copy(update={"processes": 1, "parallel": None})
         end = run.again(request, opening, report, here=here)
-        steps = [storage.read_json(file) for file in sorted(opening.glob("opened-*.json"))]
+        steps = opened_steps(opening)
         if not (end.code == NonFiniteLoss.exit_code and steps):  # such a step is opened to see why
             end.checked()
         facts |= evidence(opening).facts
@@ -180,6 +182,10 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
         notes = [chain_text(run.log.facts, again), *sum_text(step, again)]
         present(step, notes, out, name=run.folder.name, console=console)
     return 0
+
+
+def opened_steps(folder: Path) -> list[Any]:
+    return [storage.read_json(file) for file in sorted(folder.glob("opened-*.json"))]
 
 
 def chain_text(logged: Facts, again: Facts) -> str:
@@ -218,18 +224,17 @@ def open_bundle(
 ) -> int:
     """Run the shards of a bundle, and say whether every hash is the same; return 0, or 1 where one is not. Raises
     DataError, UntrustedCode, TrialFailed."""
+    facts = replay_bundle.facts_of(file)
     with trials.temporary_folder("lockstep-replay-") as outer:
         (folder := outer / "bundle").mkdir()
-        facts = replay_bundle.unpack(file, folder)
         recipe = recipes.parse(facts.recipe, file=str(file), overrides=overrides)
         trust.authorize(recipe_trust.code_of_files(recipe), trusts=trusts, folder=file.absolute().parent)
-        request.model_copy(update={"is_bundle": True}).run(
-            recipe, folder, trials.timed_lines(console), here=here
-        ).checked()
-        found = storage.read_json(folder / SAME_HASHES)
+        request = request.model_copy(update={"bundle": file.absolute()})
+        request.run(recipe, folder, trials.timed_lines(console), here=here).checked()
+        found, [step] = storage.read_json(folder / SAME_HASHES), opened_steps(folder)
     now = recipes.numeric_recipe(recipe, {})
     files = {name: then for name, then in facts.numeric.items() if name in now and now[name] != then}
     notes = [layout.described(name, then, now[name]) for name, then in files.items()]
     same = f"all {found['hashes']} hashes of modules' outputs and of gradients are those of the bundle"
-    present(facts.opened, [*notes, found["difference"] or same], out, name=file.name, console=console)
+    present(step, [*notes, found["difference"] or same], out, name=file.name, console=console)
     return 1 if found["difference"] else 0
