@@ -27,12 +27,15 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pytest
+import safetensors.torch
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase, MultiplexedDatabase, ReadOnlyDatabase
@@ -60,6 +63,7 @@ from lockstep.recipe import recipe
 from lockstep.run import api
 from lockstep.tools.compare import comparison
 from lockstep.tools.gate import gate_diff, gating, golden_file
+from lockstep.tools.replay import replay_bundle
 from lockstep.tools.sweep import sweep_state, sweep_table
 from lockstep.training import steering
 
@@ -418,6 +422,28 @@ def requests(folder, data):
             answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert b"HTTP/1.1 500" not in answer
+
+
+BUNDLE = (
+    b'{"recipe":"data: {kind: digits}","spec":{"modality":"image","labels":["a"]},"total_steps":9,"seed":1,"numeric":{},'
+    b'"shards":[{"step":1,"shard":0,"indices":[1],"shards":2,"weights":null,"term_counts":{}}],"trace":[{"kind":"call"}]}'
+)
+TENSORS = safetensors.torch.save({"a": torch.zeros(2), "b": torch.ones(1, dtype=torch.int64)})
+
+
+@target(st.one_of(st.tuples(damaged(BUNDLE), damaged(TENSORS)), st.binary(max_size=64)))
+def bundles(folder, found):
+    """What lockstep replay reads of a bundle."""
+    file = folder / "one.replay"
+    if isinstance(found, bytes):
+        file.write_bytes(found)
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, content in zip(("replay.json", "weights.safetensors"), found, strict=True):
+                archive.writestr(name, content)
+    facts = replay_bundle.facts_of(file)
+    recipe.parse(facts.recipe, file="one.replay")
+    replay_bundle.tensors_of(file, "weights")
 
 
 @pytest.mark.timeout(SECONDS + 120)
