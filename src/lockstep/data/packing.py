@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
 from lockstep.core.numerics.word_tokens import IGNORED, ids_of
-from lockstep.data.token_cache import Tokens
+from lockstep.data.token_cache import Tokens, place_of
 
 BEGIN = END = "\uffff"
 """Begins and ends a text, in place of the tokenizer's own tokens: no character, so it is in no text."""
@@ -88,6 +88,11 @@ class Windows:
         spans = zip(np.maximum(firsts - 1, 0) // self.context, -(-stops // self.context), strict=True)
         found = {sample for first, stop in spans for sample in range(first, min(stop, len(self)))}
         return np.array(sorted(found), dtype=np.int64)
+
+    def place(self, index: int) -> str:
+        """Return the place of the text in which a sample begins."""
+        row = np.searchsorted(self.tokens.offsets, index * self.context, side="right") - 1
+        return place_of(self.tokens.source, int(row))
 
     def remainder(self) -> int:
         """Return the number of tokens at the end that fill no sample."""
