@@ -28,8 +28,9 @@ from lockstep.models.objectives._choice import objective_of_classes
 from lockstep.recipe import build as building
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
+from lockstep.run.tasks._task import Hooks
 from lockstep.run.tasks.prove import write_trace
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks.train import TrainTask
 from lockstep.tools import trials
 from lockstep.tools.prove.trace_diff import COMPARED, RunTrace, explained, first_difference
 from lockstep.tools.replay import replay_bundle
