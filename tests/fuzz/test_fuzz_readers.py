@@ -29,6 +29,7 @@ import threading
 import time
 import zipfile
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import datasets
@@ -36,6 +37,8 @@ import pyarrow
 import pytest
 import safetensors.torch
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase, MultiplexedDatabase, ReadOnlyDatabase
@@ -48,6 +51,7 @@ from served import image_export
 
 from lockstep.base.errors import UserError
 from lockstep.base.events import Bus
+from lockstep.checkpoint.layout import Manifest
 from lockstep.data import tables
 from lockstep.data.huggingface import image_of, load_split
 from lockstep.inference import trained_model
@@ -65,6 +69,7 @@ from lockstep.tools.compare import comparison
 from lockstep.tools.gate import gate_diff, gating, golden_file
 from lockstep.tools.replay import replay_bundle
 from lockstep.tools.sweep import sweep_state, sweep_table
+from lockstep.tools.verify import signing, verification
 from lockstep.training import steering
 
 SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "3"))
@@ -224,13 +229,14 @@ HISTORY = [
     '"ranks","step":3,"steps":3,"ranks":[0],"phases":{"data":[0.5],"exchange":[0.1]},"memory_by_rank":[1]',
     '"evaluated","step":3,"seconds":0.1', '"saved","step":3,"seconds":0.1,"stall_seconds":0.1',
     '"texts","step":3,"texts":[["a","b"]]', '"warned","step":3,"message":"slow"',
-    '"started","step":3,"world_size":1', '"steps","step":6,"seconds":0.5', '"ended","step":6,"status":"finished"'),
+    '"spiked","step":3,"message":"the loss jumped"', '"started","step":3,"world_size":1', '"steps","step":6,"seconds":0.5', '"ended","step":6,"status":"finished"'),
 ]  # fmt: skip
 RUN = {
     "recipe.yaml": b"run: {name: one, dir: runs}\ndata: {kind: digits, limit: 32}\ntrain: {steps: 9}\n",
     "history.jsonl": "".join(f'{{"time":{1000 + i},"kind":{line}}}\n' for i, line in enumerate(HISTORY)).encode(),
     "metrics.jsonl": b'{"kind":"step","step":3,"epoch":1,"loss":0.5,"learning_rate":0.1,"chain":"ab"}\n'
     b'{"kind":"evaluation","step":3,"epoch":1,"samples":9,"loss":0.5,"accuracy":0.5}\n'
+    b'{"kind":"spike","step":4,"loss":9.5,"loss_before":0.5}\n'
     b'{"kind":"step","step":6,"epoch":2,"loss":0.25,"samples_per_second":530.1,"chain":"cd"}\n',
     "summary.json": b'{"status":"finished","world_size":1,"first_step_seconds":5.6,"steps":6,"epochs":0.3,'
     b'"train_samples_per_second":417.1,"evaluation":{"loss":2.2},"labels":["a","b"],"confusion_matrix":[[0,2],[1,3]],'
@@ -279,6 +285,37 @@ def run_files(folder, files):
     ):
         with suppress(UserError):
             read()
+
+
+@functools.cache
+def verified_files():
+    """A run with a checkpoint without tensors, a hash chain and a signature, and the key that checks this."""
+    progress = {"step": 3, "skipped": 0, "chain": "ab", "drift": [], "scaler": {}}
+    best = {"best": None, "evaluations_since": 0}
+    facts = {"epoch": 1, "world_size": 1, "saved_at": 1e9, "numeric": {"run.seed": 0}, "digest": "ab"}
+    manifest = Manifest(step=3, **facts, progress={**progress, "stopping": best, "saving": best}).after(())
+    summary = {"digest": "ab", "checkpoints": [asdict(link) for link in manifest.checkpoints]}
+    key = Ed25519PrivateKey.generate()
+    signed = summary["checkpoints"][-1]
+    signature = {"signed": signed, "signature": key.sign(json.dumps(signed, sort_keys=True).encode()).hex()}
+    return {
+        "recipe.yaml": RUN["recipe.yaml"],
+        "checkpoints/step-000000003/manifest.json": manifest.text().encode(),
+        "summary.json": json.dumps(summary).encode(),
+        "signature.json": json.dumps(signature).encode(),
+        "key.pub": key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+    }
+
+
+@target(st.deferred(lambda: folder_of(verified_files())))
+def verified_runs(folder, files):
+    """What `verify` reads before it runs anything again."""
+    written(folder, files)
+    found = verification.read(folder)
+    is_whole = files == verified_files()
+    problems = [*found.problems(), signing.problem(folder, folder / "key.pub", found.chain)]
+    assert not is_whole or problems == [None]
+    verification.intervals(found, from_start=True)
 
 
 def sink(write):

@@ -82,7 +82,7 @@ class Tracker(ABC):
             first, *lines, _ = storage.read_regular(self.record, storage.MOST_JSON_BYTES).split(b"\n")
             step, part = pydantic_core.from_json(lines[-1]) if lines else NOTHING
             return str(pydantic_core.from_json(first)), (int(step), int(part))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, OverflowError):
             return "", NOTHING
 
     def _send(self, step: int, part: int, values: Mapping[str, float]) -> None:
