@@ -462,7 +462,7 @@ def requests(folder, data):
 
 
 BUNDLE = (
-    b'{"recipe":"data: {kind: digits}","spec":{"modality":"image","labels":["a"]},"total_steps":9,"seed":1,"numeric":{},'
+    b'{"recipe":"data: {kind: digits}","spec":{"modality":"image","labels":["a"]},"total_steps":9,"seed":1,"scale":1,"numeric":{},'
     b'"shards":[{"step":1,"shard":0,"indices":[1],"shards":2,"weights":null,"term_counts":{}}],"trace":[{"kind":"call"}]}'
 )
 TENSORS = safetensors.torch.save({"a": torch.zeros(2), "b": torch.ones(1, dtype=torch.int64)})

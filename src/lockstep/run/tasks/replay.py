@@ -169,6 +169,8 @@ class ReplayTask(TrainTask):
         state = building.distribute(
             self.recipe, model, lambda: shards[0].batch, total_steps=facts.total_steps, device=device
         )
+        if scaler := state.precision.state_dict():
+            state.precision.load_state_dict({**scaler, "scale": facts.scale})
         own = state.strategy.state()
         shapes = [{(name, tuple(tensor.shape)) for name, tensor in each.items()} for each in (own, weights)]
         if wrong := sorted(shapes[0] ^ shapes[1]):

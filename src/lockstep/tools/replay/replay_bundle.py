@@ -46,6 +46,8 @@ class BundleFacts(BaseModel):
     total_steps: int
     seed: int
     """The seed of training, from which those of step, shard and block follow."""
+    scale: float
+    """Of the gradients, in fp16."""
     shards: list[ShardFacts]
     numeric: dict[str, Any]
     """The numeric recipe, with the sha256 of the user's files, the processor and torch's version."""
@@ -62,6 +64,7 @@ def save(
         spec=parts.data.train.spec,
         total_steps=parts.total_steps,
         seed=seed_of(parts.recipe.run.seed, "training"),
+        scale=parts.state.precision.scaler.get_scale(),
         shards=[ShardFacts.model_validate(each, from_attributes=True) for each in shards],
         numeric=numeric,
         trace=[line for each in shards for line in traced(parts.model, parts.state, each)],
