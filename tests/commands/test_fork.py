@@ -1,6 +1,7 @@
 """`lockstep fork`: a new run from a checkpoint of another, and what it tells."""
 
 import json
+import shutil
 
 import pytest
 from running import lockstep, summary
@@ -34,3 +35,13 @@ def test_a_run_is_forked_and_forgets(tmp_path):
     assert written["digest"] == summary(tmp_path, "c")["digest"] and written["from"]["run"] == f"{tmp_path}/runs/a"
     again = lockstep(tmp_path, "fork", "runs/a", "--name", "b")
     assert again.returncode == 2 and "runs/b is a run already" in again.stderr and "Traceback" not in again.stderr
+    for kept in (tmp_path / "runs/b/checkpoints").glob("step-*[!4]"):
+        shutil.rmtree(kept)  # all but the last
+    replayed = lockstep(tmp_path, "replay", "runs/b", "--step", "9")
+    assert replayed.returncode == 0, replayed.stderr
+    assert "from the checkpoint of step 6 on" in replayed.stdout
+    assert "the chain is that of the log at each step that was logged, up to step 9" in replayed.stdout
+    verified = lockstep(tmp_path, "verify", "runs/b")
+    assert verified.returncode == 2 and "--allow-drift" in verified.stderr and "Traceback" not in verified.stderr
+    earlier = lockstep(tmp_path, "replay", "runs/b", "--step", "3")
+    assert earlier.returncode == 2 and "was forked at" in earlier.stderr and "replay it there" in earlier.stderr

@@ -115,6 +115,7 @@ class ReplayTask(TrainTask):
     def __init__(self, request: ReplayRequest, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, hooks=ReplayHooks(request))
         self.request = request
+        self.parent = request.checkpoint if request.checkpoint == self.recipe.run.parent else None
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         request = self.request

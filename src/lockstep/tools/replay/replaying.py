@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lockstep.base import config, plugins, storage, trust
 from lockstep.base.config import MANY
-from lockstep.base.errors import ConfigError, NonFiniteLoss
+from lockstep.base.errors import CheckpointError, ConfigError, NonFiniteLoss
 from lockstep.checkpoint import layout
 from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe import recipe as recipes
@@ -115,11 +115,16 @@ class LoggedRun:
         recipe_trust.authorize(self.recipe, self.folder / "recipe.yaml", trusts=self.trusts)
 
     def started(self, request: ReplayRequest) -> ReplayRequest:
-        """Return the request with the newest whole checkpoint before its first step, and the next step whose chain is
-        known after its last one."""
+        """Return the request with the newest whole checkpoint before its first step, for a fork perhaps that of its
+        parent, and the next step whose chain is known after its last one. Raises CheckpointError."""
         earlier = (each for each in layout.listed(self.folder / "checkpoints") if layout.step_of(each) < request.first)
         checkpoint = next((each for each in earlier if resume.problem(each) is None), None)
         numeric = dict(layout.read_manifest(checkpoint).numeric if checkpoint else self.log.numeric)
+        if checkpoint is None and (parent := self.recipe.run.parent) is not None:
+            problem = resume.problem(parent) if layout.step_of(parent) < request.first else "replay it there"
+            if problem:
+                raise CheckpointError(f"step {request.first}: {self.folder} was forked at {parent}: {problem}")
+            checkpoint = parent
         known = [step for step, facts in self.log.facts.items() if step >= request.last and "chain" in facts]
         changes = {"checkpoint": checkpoint, "numeric": numeric, "until": min(known, default=request.last)}
         return request.model_copy(update=changes)
