@@ -240,3 +240,38 @@ def test_an_export_is_that_of_its_run(run):
     shutil.move(export, run.parents[1] / "moved")
     done = lockstep(run.parents[1], "verify", "moved", "--segments", "0")
     assert done.returncode == 2 and "is no run" in done.stderr
+
+
+STEERS = """
+import lockstep
+from lockstep.base.events import StepDone
+
+
+class Slows:
+    def notice(self, event):
+        return lockstep.ScaleLearningRate(0.5) if isinstance(event, StepDone) and event.step == 2 else None
+
+    def close(self):
+        pass
+
+
+def observers(options):
+    with open("asked", "a") as file:
+        file.write("x")
+    return [Slows()]
+"""
+
+
+def test_what_observers_asked_for_is_done_again_and_changed_settings_are_told_apart(run):
+    folder = run.parents[1]
+    (folder / "steers.py").write_text(STEERS)
+    settings = ["run.name=c", "observe.file=steers.py", "train.ema=0.9", "parallel.kind=fsdp", "launch.processes=2"]
+    assert lockstep(folder, "train", "c.yaml", *settings).returncode == 0
+    asked = (folder / "asked").stat().st_size
+    code, text = verify(run.parent / "c", "--from-start")
+    assert code == 0 and "12 of 12 steps are run again" in text
+    assert (folder / "asked").stat().st_size == asked
+    drifted = ["train.steps=16", "optim.lr=0.01", "--allow-drift"]
+    assert lockstep(folder, "train", "runs/c/recipe.yaml", *drifted).returncode == 0
+    code, text = verify(run.parent / "c", "--from-start")
+    assert code == 0 and "4 of 16 steps are run again" in text and "steps 13 to 16: the same weights" in text
