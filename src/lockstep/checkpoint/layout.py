@@ -94,7 +94,7 @@ class Manifest:
     files: Mapping[FileName, tuple[Count, str]] = field(default_factory=dict)
     """File name -> (size in bytes, sha256)."""
     checkpoints: tuple[Link, ...] = ()
-    """Those of the run up to this one, at most MOST_LINKS; none of a run that began with an earlier version."""
+    """Hash chain of the run up to this checkpoint, at most MOST_LINKS; empty in one of an earlier version."""
 
     def text(self) -> str:
         """Return the manifest as JSON, with a sha256 of itself."""

@@ -11,7 +11,7 @@ from lockstep.cli._common import Trained, TrustCode, console, reports_errors
 @reports_errors
 def command(
     path: Trained,
-    segments: Annotated[int, typer.Option(help="Intervals to run again; 0 executes no code.", min=0)] = 3,
+    segments: Annotated[int, typer.Option(help="Intervals to run again; 0 for none.", min=0)] = 3,
     seed: Annotated[int, typer.Option(help="Draw others.", min=0)] = 0,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Also from step 1 to the oldest checkpoint.")

@@ -11,7 +11,7 @@ from lockstep.base.errors import ConfigError, MissingExtra
 from lockstep.checkpoint.layout import Link
 
 FILE = "signature.json"
-"""In the run's folder."""
+"""File in a run's folder."""
 
 
 def sign(run: Path, key: Path, chain: Sequence[Link]) -> None:

@@ -116,7 +116,8 @@ def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
     if code == VERIFIED and options.sign:
         signing.sign(folder, options.sign, run.chain)
         console.print(f"signed: {folder / signing.FILE}", soft_wrap=True)
-    console.print({VERIFIED: "verified", WRONG: "NOT VERIFIED", INCOMPARABLE: "verified only the files"}[code])
+    right = "verified" if options.segments else "verified only the files"
+    console.print({VERIFIED: right, WRONG: "NOT VERIFIED", INCOMPARABLE: "verified only the files"}[code])
     return code
 
 
