@@ -44,51 +44,6 @@ NEEDS_GROUP = True
 SET_BACK = "Set these back, or replay all the same with --allow-drift"
 
 
-class ReplayHooks(Hooks):
-    """Ends a training after the last requested step, and opens or traces steps on the way."""
-
-    def __init__(self, request: ReplayRequest) -> None:
-        self.request = request
-
-    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
-        request, plain = self.request, training.steps
-        training.evaluate, training.deadline.end = None, None
-        training.total_steps = request.until if request.saves else sys.maxsize  # the last step of a run is saved
-
-        def steps(start: int) -> Iterator[list[MicroBatch]]:
-            for micro_batches in islice(plain(start), request.until - start):
-                if request.opens and request.first <= micro_batches[0].step + 1 <= request.last:
-                    yield from self.opening(task, parts, micro_batches)
-                else:
-                    yield micro_batches
-
-        training.steps = steps
-        if request.traced_from is not None:
-            folder, world = task.recipe.folder, task.world
-            file = folder / f"trace-{world.rank}.jsonl"
-            write_trace(file, parts, training, is_main=world.is_main, since=request.traced_from - 1)
-
-    def opening(
-        self, task: TrainTask, parts: Components, micro_batches: list[MicroBatch]
-    ) -> Iterator[list[MicroBatch]]:
-        """Open a step before it is run, and look at the weights after it."""
-        request, folder = self.request, task.recipe.folder
-        if request.debugs:
-            for each in chosen(parts.state, micro_batches, request.shard)[:1]:
-                debug(parts.model, parts.state, each)
-        if task.world.is_main:
-            trials.announce(folder, f"opening step {micro_batches[0].step + 1} ...")
-        found = opened(parts.model, parts.state, micro_batches, shard=request.shard, data=parts.data)
-        write(folder, found)  # before the step itself, which may end the run
-        if request.save is not None and found["step"] == request.first:
-            numeric = {**task.numeric, **task.facts}
-            replay_bundle.save(request.save, parts, micro_batches, shard=request.shard, numeric=numeric)
-        trained = ((name, p) for name, p in parts.state.module.named_parameters() if p.requires_grad)
-        before = {name: parameter.detach().clone() for name, parameter in trained}
-        yield micro_batches
-        write(folder, {**found, "weights": weight_rows(before, parts.state)})
-
-
 def write(folder: Path, step: Row) -> None:
     storage.write(folder / OPENED.format(step["step"]), to_json(step))
 
@@ -109,11 +64,11 @@ def debug(model: Model, state: TrainState, micro_batch: MicroBatch) -> None:
         restore_forward(module, own)
 
 
-class ReplayTask(TrainTask):
+class ReplayTask(TrainTask, Hooks):
     """Trains in a folder of its own, from a checkpoint of another run; without evaluations, observers and a report."""
 
     def __init__(self, request: ReplayRequest, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, hooks=ReplayHooks(request))
+        super().__init__(*args, **kwargs, hooks=self)
         self.request = request
         self.parent = request.checkpoint if request.checkpoint == self.recipe.run.parent else None
 
@@ -124,6 +79,41 @@ class ReplayTask(TrainTask):
             self.open_bundle(request.bundle)
         else:
             super().run(str(request.checkpoint or "never"), allow_drift=request.allow_drift)
+
+    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+        """End the training after the last requested step; open or trace steps on the way."""
+        request, plain = self.request, training.steps
+        training.evaluate, training.deadline.end = None, None
+        training.total_steps = request.until if request.saves else sys.maxsize  # the last step of a run is saved
+
+        def steps(start: int) -> Iterator[list[MicroBatch]]:
+            for micro_batches in islice(plain(start), request.until - start):
+                if request.opens and request.first <= micro_batches[0].step + 1 <= request.last:
+                    yield from self.opening(parts, micro_batches)
+                else:
+                    yield micro_batches
+
+        training.steps = steps
+        if request.traced_from is not None:
+            file = self.recipe.folder / f"trace-{self.world.rank}.jsonl"
+            write_trace(file, parts, training, is_main=self.world.is_main, since=request.traced_from - 1)
+
+    def opening(self, parts: Components, micro_batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
+        """Open a step before it is run, and look at the weights after it."""
+        request, folder = self.request, self.recipe.folder
+        if request.debugs:
+            for each in chosen(parts.state, micro_batches, request.shard)[:1]:
+                debug(parts.model, parts.state, each)
+        trials.announce(folder, f"opening step {micro_batches[0].step + 1} ...")
+        found = opened(parts.model, parts.state, micro_batches, shard=request.shard, data=parts.data)
+        write(folder, found)  # before the step itself, which may end the run
+        if request.save is not None and found["step"] == request.first:
+            numeric = {**self.numeric, **self.facts}
+            replay_bundle.save(request.save, parts, micro_batches, shard=request.shard, numeric=numeric)
+        trained = ((name, p) for name, p in parts.state.module.named_parameters() if p.requires_grad)
+        before = {name: parameter.detach().clone() for name, parameter in trained}
+        yield micro_batches
+        write(folder, {**found, "weights": weight_rows(before, parts.state)})
 
     def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
         """Load it on another processor, or with another torch, too, which it tells; settings have to be the same."""

@@ -79,15 +79,15 @@ class ModuleStatistics:
     def rows(self) -> list[Row]:
         """Return a row for each module that was called; zeros, not finite and saturated are shares."""
         names, keys = descriptions(self.model), ("zeros", "non_finite", "saturated")
-        rows = []
-        for name, pair in self.sums.items():
-            row: Row = {"module": names[name]}
-            for what, (largest, squares, *counts, number) in zip(("outputs", "gradients"), pair, strict=True):
-                rms = math.sqrt(squares / max(number - counts[1], 1))
-                shares = {key: float(count / number) for key, count in zip(keys, counts, strict=True)} if number else {}
-                row[what] = {"largest": float(largest), "rms": rms, **shares} if number else None
-            rows.append(row)
-        return rows
+
+        def spread(sums: np.ndarray) -> Row | None:
+            largest, squares, *counts, number = sums.tolist()
+            rms = math.sqrt(squares / max(number - counts[1], 1))
+            shares = {key: count / max(number, 1) for key, count in zip(keys, counts, strict=True)}
+            return {"largest": largest, "rms": rms, **shares} if number else None
+
+        pairs = {name: [spread(sums) for sums in pair] for name, pair in self.sums.items()}
+        return [{"module": names[name], "outputs": pair[0], "gradients": pair[1]} for name, pair in pairs.items()]
 
 
 def run_alone(state: TrainState, micro_batch: MicroBatch) -> tuple[LossSum, float]:
@@ -115,8 +115,8 @@ def traced(model: Model, state: TrainState, micro_batch: MicroBatch) -> list[Lin
 def opened(
     model: Model, state: TrainState, micro_batches: Sequence[MicroBatch], *, shard: int | None, data: Splits | None
 ) -> Row:
-    """Open the step that is to be run next, or one of its shards; `data` tells what its samples are. Raises ConfigError
-    for a shard that it lacks."""
+    """Open the step that is to be run next, or one of its shards; its samples are described from `data`. Raises
+    ConfigError for a shard that it lacks."""
     shards, samples, statistics = list[Row](), list[Row](), ModuleStatistics(model)
     table, first = torch.zeros(micro_batches[0].shards, 2, dtype=torch.float64), micro_batches[0]
     for each in (found := chosen(state, micro_batches, shard)):

@@ -47,7 +47,7 @@ class BundleFacts(BaseModel):
     seed: int
     """The seed of training, from which those of step, shard and block follow."""
     scale: float
-    """Of the gradients, in fp16."""
+    """Scale of the gradients in fp16."""
     shards: list[ShardFacts]
     numeric: dict[str, Any]
     """The numeric recipe, with the sha256 of the user's files, the processor and torch's version."""

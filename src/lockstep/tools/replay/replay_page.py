@@ -35,10 +35,8 @@ TITLES = {
 
 def cells(row: Row, columns: Sequence[str]) -> list[str]:
     """Return the values of a row as text."""
-    flat = {
-        **row,
-        **{f"{kind} {key}": value for kind in ("outputs", "gradients") for key, value in (row.get(kind) or {}).items()},
-    }
+    parts = [(kind, row.get(kind) or {}) for kind in ("outputs", "gradients")]
+    flat = row | {f"{kind} {name}": value for kind, values in parts for name, value in values.items()}
     return [_text(flat.get(column)) for column in columns]
 
 
@@ -70,11 +68,8 @@ def present(step: Row, notes: Sequence[str], out: Path, *, name: str, console: C
 
 def striking(step: Row) -> list[str]:
     """Return sentences on the first module whose outputs are not finite, and on the most saturated one."""
-    modules = [(row["module"], row["outputs"]) for row in step["modules"]]
-    found = [
-        f"{each['non_finite']:.1%} of the outputs of {name} are not finite"
-        for name, each in modules
-        if each["non_finite"]
-    ]
-    name, most = max(modules, key=lambda pair: pair[1]["saturated"], default=("", {"saturated": 0.0}))
-    return found[:1] + [f"{most['saturated']:.1%} of the outputs of {name} are saturated"] * (most["saturated"] > 0.5)
+    wrong = [row for row in step["modules"] if row["outputs"]["non_finite"]][:1]
+    most = max(step["modules"], key=lambda row: row["outputs"]["saturated"])
+    found = [(row, "non_finite", "not finite") for row in wrong]
+    found += [(most, "saturated", "saturated")] * (most["outputs"]["saturated"] > 0.5)
+    return [f"{row['outputs'][key]:.1%} of the outputs of {row['module']} are {what}" for row, key, what in found]
