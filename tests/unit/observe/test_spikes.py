@@ -56,6 +56,7 @@ def test_what_comes_too_early_or_cannot_be_compared_is_none():
         assert marked([{"loss": 1.0}] * 50 + [{"loss": value}] * 50 + [{"loss": 1.0}], spikes) == []
         assert set(spikes.recent["loss"]) == {1.0}
     assert marked([{"loss": -1.0 - n % 3} for n in range(100)] + [{"loss": 50.0}]) == []
+    assert marked([{"loss": 1e300}] * 50 + [{"loss": 5e-324}] * 70 + [{"loss": 1e300}]) == [121]
 
 
 def test_a_new_level_is_marked_once_and_a_later_jump_again():

@@ -54,4 +54,5 @@ def _distance(value: float, recent: list[float]) -> tuple[float, float]:
     """Return the median, and the distance from it: of logarithms, since losses and norms vary by factors."""
     ordered = sorted(recent)
     usual, high = ordered[len(ordered) // 2], ordered[len(ordered) * 9 // 10]
-    return usual, math.log(value / usual) / max(math.log(high / usual), 1e-9)
+    middle = math.log(usual)  # a quotient may be too small for a number
+    return usual, (math.log(value) - middle) / max(math.log(high) - middle, 1e-9)
