@@ -266,12 +266,13 @@ def test_a_bundle_opens_without_data_and_checkpoints(folder, tmp_path_factory):
 
 def test_the_debugger_stops_in_the_users_forward(folder):
     trained(folder)
-    typed = "p tuple(batch['image'].shape)\np type(self).__name__\nc\n"
-    words = ["replay", "runs/one", "--step", "13", "--shard", "2", "--pdb"]
-    process = warm.Popen(["lockstep", *words], cwd=folder, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
-    printed, errors = process.communicate(typed, timeout=100)
-    assert process.returncode == 0, printed + errors
-    assert "(8, 1, 8, 8)" in printed and "'Net'" in printed
+    words = ["lockstep", "replay", "runs/one", "--step", "13", "--shard", "2", "--pdb"]
+    answers = []
+    for typed in ("p tuple(batch['image'].shape)\np type(self).__name__\nc\n", "q\n"):
+        process = warm.Popen(words, cwd=folder, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        answers.append((*process.communicate(typed, timeout=100), process.returncode))
+    assert answers[0][2] == 0 and "(8, 1, 8, 8)" in answers[0][0] and "'Net'" in answers[0][0], answers
+    assert answers[1][1:] == ("the debugger was left\n", 75)
 
 
 @pytest.mark.parametrize(

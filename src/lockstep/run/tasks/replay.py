@@ -1,7 +1,6 @@
 """A run of `lockstep replay` or `lockstep bisect`: training from a checkpoint to a step that is opened or traced; or
 the step of a bundle."""
 
-import bdb
 import json
 import pdb
 import sys
@@ -48,17 +47,22 @@ def write(folder: Path, step: Row) -> None:
     storage.write(folder / OPENED.format(step["step"]), to_json(step))
 
 
+class Debugger(pdb.Pdb):
+    """Python's debugger, which ends the replay where the user quits."""
+
+    def set_quit(self) -> None:
+        raise Interrupted("the debugger was left")
+
+
 def debug(model: Model, state: TrainState, micro_batch: MicroBatch) -> None:
     """Run a shard, and stop in the forward pass: in that of the user's module, or of a library's, if there is one.
-    Raises Interrupted where the user quits."""
+    Raises Interrupted."""
     foreign = (m for m in model.modules() if class_of(m).__module__.split(".")[0] not in ("lockstep", "torch"))
     module = next(foreign, model)
     own = vars(module).get("forward")
-    vars(module)["forward"] = partial(pdb.Pdb().runcall, module.forward)
+    vars(module)["forward"] = partial(Debugger().runcall, module.forward)
     try:
         run_alone(state, micro_batch)
-    except bdb.BdbQuit:
-        raise Interrupted("the debugger was left") from None
     finally:
         sys.settrace(None)
         restore_forward(module, own)

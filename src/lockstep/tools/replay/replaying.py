@@ -177,8 +177,8 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
         request = request.model_copy(update={"processes": 1, "parallel": None})
         end = run.again(request, opening, report, here=here)
         steps = opened_steps(opening)
-        if not (end.code == NonFiniteLoss.exit_code and steps):  # such a step is opened to see why
-            end.checked()
+        if end.code and not (end.code == NonFiniteLoss.exit_code and steps):  # such a step is opened to see why
+            return end.code if here else end.checked().code  # a worker in this process has told the reason
         facts |= evidence(opening).facts
     if not steps:
         raise ConfigError(f"{run.folder} has no step {request.first}: it ends before")
@@ -235,7 +235,8 @@ def open_bundle(
         recipe = recipes.parse(facts.recipe, file=str(file), overrides=overrides)
         trust.authorize(recipe_trust.code_of_files(recipe), trusts=trusts, folder=file.absolute().parent)
         request = request.model_copy(update={"bundle": file.absolute()})
-        request.run(recipe, folder, trials.timed_lines(console), here=here).checked()
+        if (end := request.run(recipe, folder, trials.timed_lines(console), here=here)).code:
+            return end.code if here else end.checked().code
         found, [step] = storage.read_json(folder / SAME_HASHES), opened_steps(folder)
     now = recipes.numeric_recipe(recipe, {})
     files = {name: then for name, then in facts.numeric.items() if name in now and now[name] != then}
