@@ -260,6 +260,9 @@ def test_a_bundle_opens_without_data_and_checkpoints(folder, tmp_path_factory):
         for name, content in parts.items():
             archive.writestr(name, content)
     assert "step 13, shard 1: module " in replayed(empty, "two.replay", code=1)
+    with zipfile.ZipFile(empty / "three.replay", "w") as archive:
+        archive.writestr("replay.json", parts["replay.json"].replace(b'"spec"', b'"other"'))
+    assert "is no bundle of lockstep replay --save: spec: Field" in replayed(empty, "three.replay", code=2)
     (empty / "three.replay").write_bytes(b"no archive")
     assert "three.replay is no bundle of lockstep replay --save" in replayed(empty, "three.replay", code=2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -95,7 +95,9 @@ def archive_of(file: Path) -> Iterator[zipfile.ZipFile]:
             with zipfile.ZipFile(opened) as archive:
                 yield archive
     except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        reason = " ".join(text.split())[:200]
         raise DataError(f"{file} is no bundle of lockstep replay --save: {reason}") from None
 
 
