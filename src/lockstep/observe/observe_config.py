@@ -26,7 +26,8 @@ class ObserveSection(Section):
     """Compare the weights of all processes every this many steps, and stop if they are not equal."""
     recheck: float | None = Field(None, gt=0, le=1)
     """Share of the steps in which each shard is computed once more by another process, on another machine where there
-    is one, to find a process that computes wrongly before the weights are updated; it costs that share of the time."""
+    is one, to find a process that computes wrongly before the weights are updated; it costs a little more than that
+    share of the time."""
     on_corruption: Literal["leave", "stop", "warn"] = "leave"
     """What follows for a process that computes wrongly. leave: it leaves the run where that recovers live, else stop;
     stop: the run ends with an error; warn: the run goes on with the right gradients."""
