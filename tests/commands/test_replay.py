@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 import safetensors.torch
+import torch
 import warm
 from causal_models import saved
 from running import lockstep
@@ -263,6 +264,15 @@ def test_a_bundle_opens_without_data_and_checkpoints(folder, tmp_path_factory):
     with zipfile.ZipFile(empty / "three.replay", "w") as archive:
         archive.writestr("replay.json", parts["replay.json"].replace(b'"spec"', b'"other"'))
     assert "is no bundle of lockstep replay --save: spec: Field" in replayed(empty, "three.replay", code=2)
+    for part, said in ((b'"shards":1000000000', "less than or equal to 65536"), (b'"scale":0.0', "greater than 0")):
+        name = part.partition(b":")[0]
+        with zipfile.ZipFile(empty / "three.replay", "w") as archive:
+            archive.writestr("replay.json", re.sub(name + rb":[\d.]+", part, parts["replay.json"]))
+        assert said in replayed(empty, "three.replay", code=2)
+    with zipfile.ZipFile(empty / "three.replay", "w") as archive:
+        for name, content in {**parts, "shard-1.safetensors": safetensors.torch.save({"other": torch.ones(1)})}.items():
+            archive.writestr(name, content)
+    assert "the samples of the bundle do not fit its model (KeyError: " in replayed(empty, "three.replay", code=2)
     (empty / "three.replay").write_bytes(b"no archive")
     assert "three.replay is no bundle of lockstep replay --save" in replayed(empty, "three.replay", code=2)
 

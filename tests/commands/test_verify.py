@@ -170,6 +170,27 @@ def test_a_run_that_was_killed_is_verified_by_its_newest_checkpoint(run):
     assert done.returncode == 0 and verify(run, "--segments", "0")[0] == 0
 
 
+def test_honest_runs_are_not_accused(run):
+    """One that failed after its last checkpoint, one that an earlier version began, and one that it has ended."""
+    quick, file = ("--segments", "0"), run / "summary.json"
+    summary = json.loads(file.read_text())
+    file.write_text(json.dumps({**summary, "status": "failed", "steps": 13, "digest": "0" * 64}))
+    assert verify(run, *quick)[0] == 0
+    first = checkpoint(run, 4) / layout.MANIFEST
+    first.write_text(replace(layout.read_manifest(first.parent), checkpoints=()).text())
+    chain = ()
+    for step in STEPS[1:]:
+        manifest = layout.read_manifest(checkpoint(run, step)).after(chain)
+        chain = manifest.checkpoints
+        (checkpoint(run, step) / layout.MANIFEST).write_text(manifest.text())
+    file.write_text(json.dumps({**summary, "checkpoints": [asdict(link) for link in chain]}))
+    code, text = verify(run, *quick)
+    assert code == 0 and "not in the hash chain, which began later: the checkpoints of steps 4" in text
+    del summary["checkpoints"]
+    file.write_text(json.dumps(summary))
+    assert "there is no hash chain in summary.json: the run was made by an earlier version" in verify(run, *quick)[1]
+
+
 def test_a_resume_continues_the_chain(run):
     before = links(run)
     for step in (12, 8):
@@ -202,6 +223,17 @@ def test_signatures(run, tmp_path):
     code, text = verify(run, *quick, "--sign", str(tmp_path / "mine.pem"))
     assert code == 0 and f"signed: {run / 'signature.json'}" in text
     assert verify(run, *quick, "--check", str(tmp_path / "mine.pub"))[0] == 0
+    original = (run / "summary.json").read_text()
+    shutil.move(checkpoint(run, 12), tmp_path / "later")
+    earlier = json.loads(original)
+    earlier["checkpoints"] = earlier["checkpoints"][:2]
+    (run / "summary.json").write_text(json.dumps(earlier))
+    assert verify(run, *quick, "--sign", str(tmp_path / "mine.pem"))[0] == 0
+    (run / "summary.json").write_text(original)
+    shutil.move(tmp_path / "later", checkpoint(run, 12))
+    code, text = verify(run, *quick, "--check", str(tmp_path / "mine.pub"))
+    assert code == 1 and "the checkpoints after step 8 are not signed" in text
+    verify(run, *quick, "--sign", str(tmp_path / "mine.pem"))
     code, text = verify(run, *quick, "--check", str(tmp_path / "other.pub"))
     assert code == 1 and "signature.json was not made with the key of" in text
     rewrite(run, lambda manifest: replace(manifest, metrics={"loss": 0.001}))
@@ -228,6 +260,10 @@ def test_an_export_is_that_of_its_run(run):
     arguments = (run.parents[1], "verify", "runs/a/export", "--segments", "0")
     done = lockstep(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+    done = lockstep(run.parents[1], "export", "runs/a", "export.dtype=bf16", "--to", "runs/a/export16")
+    assert done.returncode == 0, done.stderr
+    done = lockstep(run.parents[1], "verify", "runs/a/export16", "--segments", "0")
+    assert done.returncode == 2 and "weights are not compared, as they are a graph, or in bf16" in done.stdout
     file = export / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

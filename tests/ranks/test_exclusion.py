@@ -136,7 +136,7 @@ class Rows:
         return [self.columns[name] for name in names]
 
 
-USERS = Rows(user=["ann", "bob", None, "ann", "7"], day=[1, 2, 3, 2, 5])
+USERS = Rows(user=["ann", "bob", None, "ann", "7"], day=[1, 2, 3, 2, 5], note=["", "a ", "", "b", " a"])
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,8 @@ USERS = Rows(user=["ann", "bob", None, "ann", "7"], day=[1, 2, 3, 2, 5])
         ("user,day\nann,2\n", "a.csv", [3]),
         ("user\tday\nann\t1\n", "a.tsv", [0]),
         ('user,day\n"",3\n', "a.csv", [2]),
+        ("user\tnote\nann\t\n", "a.tsv", [0]),
+        ("note\na \n", "a.csv", [1]),
     ],
 )
 def test_samples_are_named_by_number_or_by_columns(tmp_path, text, name, expected):
@@ -169,6 +171,7 @@ def test_several_files_and_parts_of_sources(tmp_path):
         ("", "names no training sample"),
         ("user\n", "names no training sample"),
         ("1\nx\n", "line 2: 'x' is no number of a sample; each line holds one, such as 17"),
+        (f"1\n{'1' * 5000}\n", "line 2: '111"),
         ("1\n\n5\n", "line 3: there is no training sample 5: they are numbered 0 to 4"),
         ("0\n1\n2\n3\n4\n", "data.exclude leaves no training sample"),
         ("user\nann\neve\n", "line 3: no training sample has user 'eve'; remove the line"),

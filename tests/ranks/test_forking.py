@@ -227,8 +227,57 @@ def test_balanced_class_weights_have_counted_the_samples(ranks, tmp_path):
     (tmp_path / "gone.txt").write_text("5\n")
     with pytest.raises(ConfigError, match="class_weights=balanced has counted .*--from-start"):
         planned(tmp_path / "b", without=tmp_path / "gone.txt")
+    with pytest.raises(ConfigError, match="class_weights=balanced has counted .*--from-start"):
+        planned(tmp_path / "b", without=tmp_path / "gone.txt", at=1)
+    config, _ = planned(tmp_path / "b", "run.name=c", f"data.exclude={tmp_path / 'gone.txt'}", at=1)
+    assert ranks(1, run_on_rank, config)[0]["drift"]
+    assert not (tmp_path / "c" / "certificate.json").exists()
     config, _ = planned(tmp_path / "b", without=tmp_path / "gone.txt", from_start=True)
     assert ranks(1, run_on_rank, config)[0]["status"] == "finished"
+
+
+SLOWS = """
+import lockstep
+from lockstep.base.events import StepDone
+
+
+class Slows:
+    def notice(self, event):
+        return lockstep.ScaleLearningRate(0.5) if isinstance(event, StepDone) and event.step == 2 else None
+
+    def close(self):
+        pass
+
+
+def observers(options):
+    return [Slows()]
+"""
+
+
+def test_what_an_observer_has_asked_for_at_the_fork_is_done(ranks, tmp_path):
+    """It takes effect after the checkpoint at which the run is forked, and is not asked again."""
+    (tmp_path / "slows.py").write_text(SLOWS)
+    observe = {"file": str(tmp_path / "slows.py")}
+    train = {"steps": 4, "epochs": None}
+    (whole,) = ranks(1, run_on_rank, config_in(tmp_path, "a", observe=observe, checkpoint=KEPT, train=train))
+    (plain,) = ranks(1, run_on_rank, config_in(tmp_path, "b", checkpoint=KEPT, train=train))
+    assert whole["digest"] != plain["digest"]
+    before = (tmp_path / "a" / "steering.jsonl").read_bytes()
+    for at in (1, 2, 3):
+        config, _ = planned(tmp_path / "a", f"run.name=at-{at}", at=at)
+        assert ranks(1, run_on_rank, config)[0]["digest"] == whole["digest"]
+    assert (tmp_path / "a" / "steering.jsonl").read_bytes() == before
+
+
+def test_a_certificate_does_not_outlive_what_it_says(ranks, tmp_path, parent):
+    run, _ = parent
+    (tmp_path / "gone.txt").write_text("7\n")
+    config, _ = planned(run, "run.name=c", without=tmp_path / "gone.txt", from_start=True)
+    ranks(1, run_on_rank, config)
+    assert certificate(config)["samples"] == [7]
+    again = {**config, "data": {**config["data"], "exclude": []}, "train": {**config["train"], "epochs": 3}}
+    assert isinstance(ranks(1, run_on_rank, again, "auto", None, True)[0], dict)
+    assert not (tmp_path / "c" / "certificate.json").exists()
 
 
 MIX = [{"kind": "digits", "limit": 90}, {"kind": "digits", "weight": 2}]

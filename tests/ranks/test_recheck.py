@@ -120,7 +120,7 @@ def test_the_weights_are_those_without_rechecks(ranks, tmp_path, undisturbed, wo
     """Also where steps have few shards, so that some ranks run none."""
     found = run(ranks, tmp_path, world, 1.0)
     assert found["digest"] == undisturbed["digest"] and found["chain"] == undisturbed["chain"]
-    assert found["rechecked"] == {"steps": STEPS} and undisturbed["rechecked"] == {}
+    assert found["rechecked"] == {"steps": STEPS, "right_at": STEPS} and undisturbed["rechecked"] == {}
 
 
 ALWAYS = 10**9
@@ -188,7 +188,7 @@ def test_what_is_not_plain_is_rechecked_too(ranks, tmp_path):
     plain = run(ranks, tmp_path, 1, None, **settings)
     found = run(ranks, tmp_path, 3, 1.0, answer="stop", **settings)
     assert isinstance(found, dict), found
-    assert found["digest"] == plain["digest"] and found["rechecked"] == {"steps": STEPS}
+    assert found["digest"] == plain["digest"] and found["rechecked"] == {"steps": STEPS, "right_at": STEPS}
 
 
 def test_a_share_of_the_steps_is_rechecked(ranks, tmp_path, undisturbed):
@@ -200,7 +200,7 @@ def test_code_whose_gradients_depend_on_more_is_not_rechecked(ranks, tmp_path):
     """It would convict a process that computes rightly."""
     model = {"kind": "user", "file": str(OWN / "culprits.py"), "options": {"odd": "Dice"}}
     found = run(ranks, tmp_path, 2, 1.0, answer="stop", model=model)
-    assert set(found["rechecked"]) == {"off"}
+    assert set(found["rechecked"]) == {"off", "right_at"} and found["rechecked"]["right_at"] == 0
 
 
 @pytest.mark.parametrize(

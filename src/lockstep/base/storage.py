@@ -58,6 +58,14 @@ def read_regular(path: Path, most_bytes: int, *, follows_links: bool = True) -> 
         return file.read(most_bytes)
 
 
+def seen_from(folder: Path, path: Path) -> str:
+    """Return a path as seen from a folder; the absolute path where that is on another drive of Windows."""
+    try:
+        return os.path.relpath(path, folder)
+    except ValueError:
+        return str(path.absolute())
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises OSError, and ValueError for invalid or too deeply nested JSON (on which `json` would
     raise RecursionError)."""

@@ -18,6 +18,7 @@ from lockstep.data.tables import form_of, open_text, read_errors
 from lockstep.data.token_cache import Tokens
 
 Values = tuple[str, ...]
+MOST_DIGITS = 18
 
 
 def excluded_samples(files: Sequence[Path], source: Source) -> np.ndarray:
@@ -55,7 +56,7 @@ def _named_in(file: Path, source: Source) -> np.ndarray:
 
 
 def _number(text: str, source: Source, place: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
         raise DataError(f"{place}: {text!r:.80} is no number of a sample; each line holds one, such as 17")
     if int(text) >= len(source):
         raise DataError(f"{place}: there is no training sample {text}: they are numbered 0 to {len(source) - 1}")
@@ -66,9 +67,9 @@ def _read(file: Path) -> tuple[Values, dict[Values, int]]:
     """Return the names of the columns, none of a file of numbers, and the values of each line -> its number. Raises
     ValueError, which names the line."""
     with open_text(file) as opened:
-        lines = [(number, line.strip()) for number, line in enumerate(opened, 1) if line.strip()]
-    if lines and lines[0][1].isdecimal():
-        return (), {(line,): number for number, line in lines}
+        lines = [(number, line.rstrip("\r\n")) for number, line in enumerate(opened, 1) if line.strip()]
+    if lines and lines[0][1].strip().isdecimal():
+        return (), {(line.strip(),): number for number, line in lines}
     rows = csv.reader((line for _, line in lines), delimiter="\t" if form_of(file) == ".tsv" else ",")
     names, found = (*next(rows, ()),), dict[Values, int]()
     for (number, _), cells in zip(lines[1:], rows, strict=False):

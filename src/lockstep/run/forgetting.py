@@ -21,6 +21,8 @@ def settle_drift(parts: Components, warn: Callable[[str], None]) -> None:
         files = data.recipe.data.exclude
         earlier = (excluded_samples(files[:count], data.train) for count in range(len(files)))
         before = next((each for each in earlier if summed(each, data.train) == change["before"]), None)
+        if parts.recipe.train.class_weights == "balanced":  # which have counted them
+            continue
         if before is not None and parts.order.first_use(np.setxor1d(before, data.excluded), state.step) is None:
             state.drift.remove(change)
     if changes and state.drift:
@@ -41,6 +43,7 @@ def certificate(parts: Components, summary: dict[str, Any]) -> dict[str, Any] | 
         "their number: they keep their places in the order, so that epochs and learning rates are as with them": True,
         "their lengths, by which all samples are sorted": data.train.lengths is not None,
         "the list of classes, also of those that only they have": bool(data.train.spec.labels),
+        "the weights of model.init, which may come of a training on them": parts.recipe.model.init is not None,
         "where the samples begin that are cut from the joined texts": section.PACKS,
         "what data.file computes from all samples, such as means, which Lockstep does not see": section.code
         is not None,

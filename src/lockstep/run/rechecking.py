@@ -61,21 +61,24 @@ class Recheck:
         self.parts, self.checks = parts, checks
         self.strategy = cast("Replicated", parts.strategy)  # those with CAN_RECHECK are
         self.warn, self.leave, self.facts = warn, leave, facts
-        self.rank, self.share = parts.world.rank, parts.recipe.observe.recheck or 0.0
-        places = all_gather_object((platform.node(), self.rank - parts.world.local_rank))
-        self.machines, self.shifts = [name for name, _ in places], shifts([node for _, node in places])
-        self.right_at = parts.state.step
-        """The last step of which all runs gave the same."""
+        self.rank, self.fetched_share = parts.world.rank, parts.recipe.observe.recheck or 0.0
+        known = self.facts.get("share", self.fetched_share), self.facts.get("right_at", parts.state.step)
+        everyone = all_gather_object((platform.node(), self.rank - parts.world.local_rank, *known))
+        names, nodes, shares, right = zip(*everyone, strict=True)
+        self.machines, self.shifts = list(names), shifts(nodes)
+        self.share: float = max(shares)  # a process that joins knows of no finding
+        self.facts["right_at"] = min(right)  # the last step of which all runs gave the same
         self.own: list[RankRun] = []
         """Results of this rank in the runs of the current step."""
 
-    def is_chosen(self, step: int) -> bool:
+    def is_chosen(self, step: int, share: float) -> bool:
         """Return whether to run a step again: for the seed and the step alone, so all ranks agree."""
-        return seed_of(self.parts.recipe.run.seed, "recheck", step) < self.share * 2**63
+        return seed_of(self.parts.recipe.run.seed, "recheck", step) < share * 2**63
 
     def again(self, step: int) -> Owned | None:
-        """Return the shards that this rank runs in the second run of a step, for the loader to fetch ahead."""
-        is_run = len(self.machines) > 1 and self.is_chosen(step)
+        """Return the shards that this rank runs in the second run of a step, for the loader to fetch ahead: the same
+        steps at any time, since the loaders of ranks are not at the same one."""
+        is_run = len(self.machines) > 1 and self.is_chosen(step, self.fetched_share)
         return partial(self.strategy.owned_by, self._runners(1, ())) if is_run else None
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -86,7 +89,7 @@ class Recheck:
         first = micro_batches[0]
         count = len(self.strategy.owned(first.shards, first.present))
         own, others = micro_batches[:count], micro_batches[count:]
-        if not self.is_chosen(first.step) or self._is_off():
+        if not self.is_chosen(first.step, self.share) or self._is_off():
             return self.parts.strategy.forward_backward(own)
         self.own.clear()
         self._run(None, own)
@@ -149,13 +152,13 @@ class Recheck:
         """Tell of a process that computed wrongly in a step, and do what the settings say. Raises Corruption."""
         self.facts["steps"] = self.facts.get("steps", 0) + 1
         if found.is_undisturbed:
-            self.right_at = step + 1
+            self.facts["right_at"] = step + 1
             return
         what = f"step {step + 1}: {found.described(self.machines)}{self._module(step, found)}"
         self.facts["found"] = [*self.facts.get("found", ()), what][:MOST_KEPT]
         answer = self.parts.recipe.observe.on_corruption
         if answer == "warn":
-            self.share = 1.0
+            self.share = self.facts["share"] = 1.0
             self.warn(f"{what}. The run goes on with the right gradients, and rechecks every step from here on")
         elif answer == "leave" and self.leave is not None and 0 < len(found.culprits) < len(self.machines):
             self.warn(f"{what}. It leaves the run, which goes on with the right gradients")
@@ -167,10 +170,10 @@ class Recheck:
 
     def _corruption(self, what: str) -> Corruption:
         return Corruption(
-            f"{what}\n  Nothing of this step is kept, and checkpoints after step {self.right_at}, the last one that "
-            "was found right, are set aside.\n  Start the run again without this machine, or with "
+            f"{what}\n  Nothing of this step is kept, and checkpoints after step {self.facts['right_at']}, the last "
+            "one that was found right, are set aside.\n  Start the run again without this machine, or with "
             "observe.on_corruption=warn.",
-            self.right_at,
+            self.facts["right_at"],
         )
 
     def _module(self, step: int, found: Verdict) -> str:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from lockstep.base import lifetime
 from lockstep.base.events import StepDone
 from lockstep.checkpoint import retention
@@ -21,6 +23,15 @@ class FirstStepTimer:
 
     def close(self) -> None:
         pass
+
+
+def token_seconds(parts: Components, device: torch.device) -> float | None:
+    """Return the seconds that all processes would take for a token at the peak of matrix products."""
+    if (flops := parts.token_flops) is None:
+        return None
+    from lockstep.core.host.matmul_speed import peak_flops  # noqa: PLC0415 (for language models only)
+
+    return flops / (peak_flops(parts.recipe.train.precision, device) * parts.world.size)
 
 
 def training_summary(

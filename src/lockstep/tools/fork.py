@@ -29,6 +29,9 @@ def planned(
     file, begins_at = root.parent / "recipe.yaml", layout.step_of(named) if named and at is None else at
     recipe = recipes.load(file, ["run.name=null", *settings, *_excluding(parent, without)])
     _check(parent, recipe)
+    if without and not from_start and recipe.train.class_weights == "balanced":
+        why = "train.class_weights=balanced has counted the classes of these samples in each step"
+        raise ConfigError(f"{why}: --from-start trains anew without them")
     trust = recipe_trust.authorize(recipe, file, trusts=trusts)
     checkpoint, what = None, "anew"
     if not from_start:
@@ -65,10 +68,7 @@ def _check(parent: Recipe, recipe: Recipe) -> None:
 
 def _first_use(parent: Recipe, recipe: Recipe, root: Path) -> int | None:
     """Return the number of steps before the first with a sample that only the new run leaves out; None where no step of
-    the run had one. Raises ConfigError where they mattered before."""
-    if recipe.train.class_weights == "balanced":
-        why = "train.class_weights=balanced has counted the classes of these samples in each step"
-        raise ConfigError(f"{why}: --from-start trains anew without them")
+    the run had one."""
     data, known = prepared(recipe), layout.listed(root)
     new = np.setdiff1d(data.excluded, excluded_samples(parent.data.exclude, data.train))
     return data.order().first_use(new, layout.step_of(known[0]) if known else 0)

@@ -122,17 +122,18 @@ def resumed(
     """
     unreadable, parent = set[Path](), numeric.parent
     while (folder := _checkpoint(root, how, warn, skip=unreadable, parent=parent)) is not None:
+        is_parent = parent is not None and folder.resolve() == parent.resolve()
         try:
-            drift = _drift(folder, numeric, allow_drift=allow_drift or folder == parent, warn=warn)
+            drift = _drift(folder, numeric, allow_drift=allow_drift or is_parent, warn=warn)
             prepare(folder)
             manifest = layout.read_manifest(folder)
             reader.load(folder, state.tensors())
             state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, "spikes": {}, **manifest.progress})
-            if folder == parent:
+            if is_parent:
                 state.parent = {"run": str(folder.parents[1]), "step": manifest.step, "digest": manifest.digest}
             state.drift += [{"step": state.step, "field": name, "before": old, "now": now} for name, old, now in drift]
         except reader.DamagedError as error:
-            if how != "auto" or folder == parent:
+            if how != "auto" or is_parent:
                 raise
             warn(str(error))
             unreadable.add(folder)

@@ -81,6 +81,12 @@ class Steering:
         self.recorded = {decision.step: decision for decision in decisions if decision.step >= step}
         self.last_recorded = max(self.recorded, default=-1)
 
+    def inherit(self, file: Path, step: int) -> None:
+        """Take over what another run has decided at a step, for the next one, unless this run has decisions already."""
+        if self.file is not None and not self.file.exists() and file.exists():
+            decisions = [decision for decision in _read(file, mends=False) if decision.step == step]
+            storage.write(self.file, "".join(map(_line, decisions)))
+
     def flags(self, step: int) -> list[int]:
         """Return what to propose to the other ranks at the end of a step: what was decided then, else new requests."""
         requests, self.bus.requests = self.bus.requests, []
@@ -158,8 +164,9 @@ def _line(decision: Decision) -> str:
     return decision.model_dump_json(exclude_defaults=True) + "\n"
 
 
-def _read(file: Path) -> list[Decision]:
-    """Read all decisions. Raises CheckpointError; a line that a kill has cut short was never agreed on."""
+def _read(file: Path, *, mends: bool = True) -> list[Decision]:
+    """Read all decisions. Raises CheckpointError; a line that a kill has cut short was never agreed on, and is removed
+    unless the file is another run's."""
     found = []
     try:
         lines = storage.read_regular(file, storage.MOST_JSON_BYTES).split(b"\n")
@@ -171,6 +178,6 @@ def _read(file: Path) -> list[Decision]:
             "remove it to go on without"
         ) from None
     with suppress(OSError):
-        if lines[-1]:  # the next line begins on its own
+        if lines[-1] and mends:  # the next line begins on its own
             storage.write(file, b"\n".join([*lines[:-1], b""]))
     return found

@@ -1,6 +1,7 @@
 """The parts of a run's folder that a report shows: settings, curves, history, summary, evaluation."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from lockstep.base.errors import ConfigError
 from lockstep.observe.run_folder import METRICS, RunFolder, RunSummary, flattened
 from lockstep.observe.run_lines import HistoryLine
 
@@ -82,7 +84,10 @@ def with_parent(folder: Path) -> list[RunFiles]:
     """Read the files of a run and, where it is at hand, of the one that it was forked from. Raises ConfigError."""
     run = read(folder)
     parent = Path(str(run.settings.get("run.parent"))).parent.parent
-    return [run, read(parent)] if parent.name and RunFolder(parent).has_settings else [run]
+    with suppress(ConfigError):
+        if parent.name and str((run.summary.parent or {}).get("run")) == str(parent):
+            return [run, read(parent)]
+    return [run]
 
 
 def curves(run: RunFolder) -> dict[str, LoggedCurve]:

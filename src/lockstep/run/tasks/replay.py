@@ -23,6 +23,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import class_of
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import restore_forward
+from lockstep.inference.export.formats._weights import check_parameter_count
 from lockstep.models.objectives._choice import objective_of_classes
 from lockstep.recipe import build as building
 from lockstep.recipe.components import Components
@@ -158,6 +159,9 @@ class ReplayTask(TrainTask, Hooks):
         self.tell_of_machine(facts.numeric)
         batches = [moved(replay_bundle.tensors_of(file, f"shard-{each.shard}"), device) for each in facts.shards]
         shards = [MicroBatch(batch=batch, **vars(each)) for batch, each in zip(batches, facts.shards, strict=True)]
+        if self.recipe.model.code is None and not hasattr(self.recipe.model, "name"):  # which has a size of its own
+            with torch.device("meta"):
+                check_parameter_count(building.build_model(self.recipe, facts.spec), [file])
         model = building.build_model(self.recipe, facts.spec).to(device)
         if (of_classes := weights.pop(replay_bundle.CLASS_WEIGHTS, None)) is not None:
             objective_of_classes(model, "train.class_weights").class_weights = of_classes.to(device)
@@ -176,7 +180,11 @@ class ReplayTask(TrainTask, Hooks):
         found = chosen(state, shards, self.request.shard)
         if self.request.debugs:
             debug(model, state, found[0])
-        write(self.recipe.folder, opened(model, state, shards, shard=self.request.shard, data=None))
+        try:
+            write(self.recipe.folder, opened(model, state, shards, shard=self.request.shard, data=None))
+        except (LookupError, RuntimeError) as error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise ModelError(f"the samples of the bundle do not fit its model ({what})") from error
         then = RunTrace().add(facts.trace)
         now = RunTrace().add(line for each in shards for line in traced(model, state, each))
         difference = first_difference(then, now)

@@ -1,7 +1,6 @@
 """Training: one process's part of a run, from the recipe to the summary."""
 
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from lockstep.run import forgetting
 from lockstep.run.rechecking import Recheck
 from lockstep.run.tasks._task import Hooks, WatchedTask
 from lockstep.run.text_samples import text_samples
-from lockstep.run.training_summary import FirstStepTimer, training_summary
+from lockstep.run.training_summary import FirstStepTimer, token_seconds, training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop import train
@@ -147,7 +146,8 @@ class TrainTask(WatchedTask):
     def prepare_folder(self) -> None:
         """Write the resolved recipe, and begin to mirror. A run that is killed leaves no old summary."""
         storage.write(self.recipe.folder / RECIPE, config.dump(self.recipe))
-        (self.recipe.folder / SUMMARY).unlink(missing_ok=True)
+        for name in (SUMMARY, forgetting.FILE):
+            (self.recipe.folder / name).unlink(missing_ok=True)
         if self.mirror is not None:
             self.mirror.start()
             self.bus.subscribe(self.mirror)
@@ -191,6 +191,8 @@ class TrainTask(WatchedTask):
             saved = layout.read_manifest(checkpoint).progress.get("observers", [])
             restore_observers(self.own_observers, saved, self.warn)
         with raise_on_all_ranks():
+            if checkpoint is not None and checkpoint == self.parent:
+                self.steering.inherit(checkpoint.parents[1] / FILE, self.parts.state.step)
             self.steering.start(self.parts.state.step, repeats=repeats and checkpoint is not None)
 
     def owes_evaluation(self, checkpoint: Path) -> bool:
@@ -266,17 +268,9 @@ class TrainTask(WatchedTask):
             interrupted=self.signals.requested,
             steering=self.steering,
             stopping=self.signals.cancel_timer,
-            replayed=shlex.quote(os.path.relpath(recipe.folder)),
-            token_seconds=self.token_seconds(),
+            replayed=shlex.quote(storage.seen_from(Path.cwd(), recipe.folder)),
+            token_seconds=token_seconds(parts, self.device),
         )
-
-    def token_seconds(self) -> float | None:
-        """Return the seconds that all processes would take for a token at the peak of matrix products."""
-        if (flops := self.parts.token_flops) is None:
-            return None
-        from lockstep.core.host.matmul_speed import peak_flops  # noqa: PLC0415 (for language models only)
-
-        return flops / (peak_flops(self.recipe.train.precision, self.device) * self.world.size)
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
         """Return this rank's micro-batches, a list per step; some steps are traced (observe.profile_steps)."""

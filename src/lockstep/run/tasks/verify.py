@@ -24,6 +24,9 @@ class SegmentTask(TrainTask):
         super().__init__(*args, **kwargs)
         self.request = request
 
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        super().run(str(self.request.checkpoint or "auto"), allow_drift=allow_drift)
+
     def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
         """Write down what differs; the checkpoint at the beginning may have other settings, changed on a resume."""
         found = [each for each in layout.differences(self.request.numeric, self.numeric) if None not in each[1:]]

@@ -1,7 +1,6 @@
 """`lockstep gate`: the first steps of a recipe, recorded in a golden file, and compared with one."""
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,7 +31,8 @@ def record(recipe: Recipe, path: Path, to: Path, *, overrides: list[str], steps:
     """Train the first steps of a recipe, and write a golden file. Raises ConfigError, TrialFailed."""
     trials.check_writable("--record", to, suffix=".json")
     found = measured(recipe, steps=steps, console=console)
-    place = {"config": os.path.relpath(path), "folder": os.path.relpath(Path.cwd(), to.absolute().parent)}
+    here = Path.cwd()
+    place = {"config": storage.seen_from(here, path), "folder": storage.seen_from(to.absolute().parent, here)}
     golden = found.model_copy(update={**place, "overrides": overrides}).sealed()
     storage.write(to, golden.model_dump_json(exclude_defaults=True))
     text = f"wrote {to}: {len(found.chain)} steps, digest {found.digest}; next: lockstep gate {to}"

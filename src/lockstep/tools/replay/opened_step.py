@@ -43,7 +43,7 @@ BOUNDS |= dict.fromkeys(("Tanh", "Hardtanh", "Softsign"), (-1.0, 1.0))
 def add(sums: np.ndarray, tensor: Tensor, *, bounds: tuple[float, float] | None = None) -> None:
     """Add the numbers of a tensor to sums: largest, squares, zeros, not finite, saturated, number."""
     low, high = bounds or (torch.finfo(tensor.dtype).min, torch.finfo(tensor.dtype).max)
-    values, near = tensor.detach().double(), NEAR * (high - low)
+    values, near = tensor.detach().double(), NEAR * high - NEAR * low  # not of the difference: infinite for float64
     finite = values[torch.isfinite(values)]
     ends = (values <= low + near) | (values >= high - near)
     counts = (values == 0).sum(), values.numel() - finite.numel(), ends.sum(), values.numel()

@@ -7,10 +7,10 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -18,9 +18,11 @@ from lockstep.base import config, storage
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.checkpoint.layout import Count
 from lockstep.core.modules.module_trace import Line
 from lockstep.core.numerics.seeds import seed_of
 from lockstep.recipe.components import Components
+from lockstep.recipe.recipe import MOST_SHARDS
 from lockstep.tools.replay.opened_step import chosen, traced
 
 SUFFIX = ".replay"
@@ -32,10 +34,10 @@ CLASS_WEIGHTS = "lockstep.class_weights"
 class ShardFacts(BaseModel):
     """Fields as in MicroBatch."""
 
-    step: int
-    shard: int
+    step: Count
+    shard: Count
     indices: tuple[int, ...]
-    shards: int
+    shards: Annotated[int, Field(ge=1, le=MOST_SHARDS)]
     weights: dict[str, float] | None
     term_counts: dict[str, float]
 
@@ -43,10 +45,10 @@ class ShardFacts(BaseModel):
 class BundleFacts(BaseModel):
     recipe: str
     spec: DataSpec
-    total_steps: int
+    total_steps: Count
     seed: int
     """The seed of training, from which those of step, shard and block follow."""
-    scale: float
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Scale of the gradients in fp16."""
     shards: list[ShardFacts]
     numeric: dict[str, Any]

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console
 from torch import nn
 
 from lockstep.base import devices, storage
-from lockstep.base.errors import CheckpointError, ConfigError
+from lockstep.base.errors import CheckpointError, ConfigError, few
 from lockstep.base.world import cores
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.layout import Link, Manifest
@@ -40,6 +40,8 @@ class VerifyOptions:
 
 
 class SegmentRequest(BaseModel):
+    checkpoint: Path | None
+    """Checkpoint to start from; None: from the beginning of the run."""
     until: int
     """Last step of the interval that is run again."""
     numeric: dict[str, Any]
@@ -50,11 +52,16 @@ class SegmentRequest(BaseModel):
 class StoredRun:
     recipe: Recipe
     chain: Sequence[Link]
-    digest: str | None
-    """Digest of the weights at the end."""
+    end: tuple[int, str | None]
+    """The last step of a run that has ended, and the digest of its weights then."""
     kept: Mapping[int, Manifest]
     """Step -> manifest of an intact checkpoint, ascending."""
     damaged: Sequence[str]
+
+    @property
+    def unchained(self) -> list[int]:
+        """Steps of kept checkpoints from before the chain: of an earlier version, or more than its length ago."""
+        return [step for step in self.kept if step < min((link.step for link in self.chain), default=0)]
 
     def problems(self) -> Iterator[str]:
         """Yield what is not as it was written, by the files alone."""
@@ -62,11 +69,13 @@ class StoredRun:
         known = {link.step: link for link in self.chain}
         if not known:
             yield f"there is no hash chain in {SUMMARY}: the run was made by an earlier version"
-        elif self.chain[-1].step in self.kept and self.chain[-1].digest != self.digest:
+        elif (self.chain[-1].step, self.chain[-1].digest) != self.end and self.chain[-1].step == self.end[0]:
             yield f"{SUMMARY} has another digest of the weights than the last checkpoint of its hash chain"
         if broken := layout.broken_link(self.chain):
             yield f"the hash chain is broken at step {broken.step}: its link does not follow from the one before"
         for step, manifest in self.kept.items():
+            if step in self.unchained:
+                continue
             own = [link for link in manifest.checkpoints if link.step >= min(known, default=0)]
             if known and (not own or any(known.get(link.step) != link for link in own)):
                 yield f"step-{step:09} is not the checkpoint that was in its place: the hash chain names another"
@@ -79,10 +88,11 @@ def read(folder: Path) -> StoredRun:
     whole = [layout.read_manifest(each) for each in reversed(layout.listed(root)) if each not in damaged]
     if not whole:
         raise CheckpointError(f"{folder} has no whole checkpoint: there is nothing to verify")
-    chain, final = whole[-1].checkpoints, whole[-1].digest
+    chain, end = whole[-1].checkpoints, (whole[-1].step, whole[-1].digest)
     try:  # a run that goes on, or was killed, has none
         summary = storage.read_json(root.parent / SUMMARY)
-        chain, final = TypeAdapter(tuple[Link, ...]).validate_python(summary["checkpoints"]), summary["digest"]
+        chain = TypeAdapter(tuple[Link, ...]).validate_python(summary.get("checkpoints", ()))
+        end = summary["steps"], summary["digest"]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -90,7 +100,7 @@ def read(folder: Path) -> StoredRun:
     return StoredRun(
         recipe=recipe,
         chain=chain,
-        digest=final,
+        end=end,
         kept={manifest.step: manifest for manifest in whole},
         damaged=[f"{each.name}: {problem}" for each, problem in damaged.items()],
     )
@@ -106,13 +116,21 @@ def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
     is_export = export_reader.is_export(path)
     run = read(path.absolute().parent if is_export else path)
     folder = run.recipe.folder.absolute()
-    problems = [*run.problems(), *(_export_problems(path, run, trusts=options.trusts) if is_export else ())]
+    problems, gaps = [*run.problems()], list[str]()
+    if run.unchained:
+        gaps.append(f"not in the hash chain, which began later: the checkpoints of steps {few(run.unchained)}")
+    if is_export:
+        wrong, unknown = _compared_export(path, run, trusts=options.trusts)
+        problems, gaps = problems + wrong, gaps + unknown
     if options.check and (problem := signing.problem(folder, options.check, run.chain)):
         problems.append(problem)
     console.print(f"{len(run.kept)} checkpoints read to the last byte, {len(run.chain)} in the hash chain")
     for problem in problems:
         console.print(f"WRONG: {problem}", style="red", markup=False, soft_wrap=True)
+    for gap in gaps:
+        console.print(gap, style="yellow", markup=False, soft_wrap=True)
     code = WRONG if problems else _run_again(run, options, console)
+    code = INCOMPARABLE if code == VERIFIED and is_export and gaps else code
     if code == VERIFIED and options.sign:
         signing.sign(folder, options.sign, run.chain)
         console.print(f"signed: {folder / signing.FILE}", soft_wrap=True)
@@ -121,16 +139,21 @@ def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
     return code
 
 
-def _export_problems(path: Path, run: StoredRun, *, trusts: bool) -> Iterator[str]:
-    """Compare an export with the checkpoint that it names, and its weights with the digest that it names."""
+def _compared_export(path: Path, run: StoredRun, *, trusts: bool) -> tuple[list[str], list[str]]:
+    """Compare an export with the checkpoint that it names, and its weights with the digest that it names -> what is
+    wrong, and what cannot be compared."""
     trained_model.authorize(path, None, trusts=trusts)
     facts = export_facts.read(path)
+    wrong = []
     if facts.digest not in [link.digest for link in run.chain if link.step == facts.step]:
-        yield f"the run has no checkpoint of step {facts.step} with the export's digest, {facts.digest[:16]}"
+        wrong.append(f"the run has no checkpoint of step {facts.step} with the export's digest, {facts.digest[:16]}")
     forward = export_reader.forward_of(path, facts)
-    is_whole = facts.dtype == "fp32" and isinstance(forward, nn.Module)  # neither converted nor a graph
-    if is_whole and digest(cast("nn.Module", forward).state_dict()) != facts.digest:
-        yield f"the export's weights are not those of its digest, {facts.digest[:16]}"
+    if facts.dtype != "fp32" or not isinstance(forward, nn.Module) or run.recipe.model.adapter is not None:
+        what = "merged with an adapter" if run.recipe.model.adapter is not None else f"a graph, or in {facts.dtype}"
+        return wrong, [f"the export's weights are not compared, as they are {what}: verify one in fp32 safetensors"]
+    if digest(forward.state_dict()) != facts.digest:
+        wrong.append(f"the export's weights are not those of its digest, {facts.digest[:16]}")
+    return wrong, []
 
 
 def _run_again(run: StoredRun, options: VerifyOptions, console: Console) -> int:
@@ -157,8 +180,11 @@ def _run_again(run: StoredRun, options: VerifyOptions, console: Console) -> int:
 def intervals(run: StoredRun, *, from_start: bool) -> list[tuple[int, int]]:
     """List the intervals between kept checkpoints that were run with the settings of today; also the one from the start
     where it is asked for, or there is no other. Raises ConfigError where there is none."""
-    changed = max((each["step"] for each in run.kept[max(run.kept)].progress["drift"]), default=0)
-    steps = [*[0] * (not changed and (from_start or len(run.kept) == 1)), *(s for s in run.kept if s >= changed)]
+    progress = run.kept[max(run.kept)].progress
+    start = progress["parent"]["step"] if progress.get("parent") else 0
+    changed = max((each["step"] for each in progress["drift"]), default=0)
+    has_start = changed <= start and (from_start or len(run.kept) == 1)
+    steps = [*[start] * has_start, *(s for s in run.kept if s >= changed)]
     if len(steps) < 2:
         raise ConfigError(
             f"no kept checkpoint follows another one since step {changed}, at which a resume changed settings "
@@ -175,16 +201,14 @@ def _run_interval(run: StoredRun, first: int, until: int) -> tuple[int, str]:
     processes = min(expected.world_size, most)
     with trials.temporary_folder("lockstep-verify-") as folder:
         checkpoints = folder / "checkpoints"
-        checkpoints.mkdir()
-        if first:
-            (checkpoints / f"step-{first:09}").symlink_to(recipe.folder.absolute() / f"checkpoints/step-{first:09}")
         if (steering := recipe.folder / "steering.jsonl").exists():  # what observers asked for is done again
-            storage.write(folder / steering.name, steering.read_bytes())
+            storage.write(folder / steering.name, storage.read_regular(steering, storage.MOST_JSON_BYTES))
         sections = trials.without_interruptions(recipe, folder, steps=until)
         sections["checkpoint"]["mirror"], sections["schedule"] = None, {}
         sections |= {"train": {"stop_metric": None, "max_minutes": None}, "observe": {"sinks": (), "file": None}}
         varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(processes))
-        request = SegmentRequest(until=until, numeric=dict(expected.numeric))
+        start = layout.folder_of(recipe.folder.absolute() / "checkpoints", first) if first in run.kept else None
+        request = SegmentRequest(checkpoint=start, until=until, numeric=dict(expected.numeric))
         trial = trials.run(varied, folder, task="verify", request=request, processes=processes)
         if differing := next(iter(trials.results(folder, list[tuple[str, Any, Any]])), []):
             is_machine = all("." not in name and name != "threads" for name, _, _ in differing)
