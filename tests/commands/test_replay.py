@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import warm
+import yaml
 from causal_models import saved
 from running import lockstep
 from training_runs import run_on_rank
@@ -269,6 +270,17 @@ def test_a_bundle_opens_without_data_and_checkpoints(folder, tmp_path_factory):
         with zipfile.ZipFile(empty / "three.replay", "w") as archive:
             archive.writestr("replay.json", re.sub(name + rb":[\d.]+", part, parts["replay.json"]))
         assert said in replayed(empty, "three.replay", code=2)
+    with zipfile.ZipFile(empty / "three.replay", "w") as archive:
+        facts = json.loads(parts["replay.json"])
+        recipe = yaml.safe_load(facts["recipe"])
+        recipe["model"] = {"kind": "gpt", "width": 16384, "layers": 100, "heads": 2}
+        recipe["data"] = {"kind": "text", "train": "words.txt", "context": 16}
+        spec = {"modality": "tokens", "vocabulary": 256, "context": 16}
+        wide = json.dumps({**facts, "recipe": yaml.safe_dump(recipe), "spec": spec})
+        archive.writestr("replay.json", wide)
+        archive.writestr("weights.safetensors", parts["weights.safetensors"])
+        archive.writestr("shard-1.safetensors", parts["shard-1.safetensors"])
+    assert "its settings are of a model with" in replayed(empty, "three.replay", code=2)
     with zipfile.ZipFile(empty / "three.replay", "w") as archive:
         for name, content in {**parts, "shard-1.safetensors": safetensors.torch.save({"other": torch.ones(1)})}.items():
             archive.writestr(name, content)

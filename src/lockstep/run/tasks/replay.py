@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic_core import to_json
 
-from lockstep.base import storage
+from lockstep.base import plugins, storage
 from lockstep.base.errors import CheckpointError, Interrupted, ModelError
 from lockstep.base.events import TextSample
 from lockstep.base.model_contracts import MicroBatch, Model
@@ -161,7 +161,8 @@ class ReplayTask(TrainTask, Hooks):
         shards = [MicroBatch(batch=batch, **vars(each)) for batch, each in zip(batches, facts.shards, strict=True)]
         if self.recipe.model.code is None and not hasattr(self.recipe.model, "name"):  # which has a size of its own
             with torch.device("meta"):
-                check_parameter_count(building.build_model(self.recipe, facts.spec), [file])
+                kind = plugins.implementation("models", self.recipe.model.kind)
+                check_parameter_count(kind.build(self.recipe.model, facts.spec), [file])
         model = building.build_model(self.recipe, facts.spec).to(device)
         if (of_classes := weights.pop(replay_bundle.CLASS_WEIGHTS, None)) is not None:
             objective_of_classes(model, "train.class_weights").class_weights = of_classes.to(device)
