@@ -351,7 +351,8 @@ TOOLS = "{% if tools %}{{ '<|start|>tools\n' + tools[0].function.name + '<|stop|
 
 def test_a_server_gives_the_template_what_training_gives_it(tmp_path):
     """Parts, names, calls of functions and their schemas, by both protocols: as many tokens as plain transformers."""
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": CHATS[n % 3]}) for n in range(240)))
+    lines = (json.dumps({"messages": CHATS[n % 3], "user": f"u{n}"}) for n in range(240))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     theirs = templated(tmp_path, TOOLS).template.tokenizer
     config = {
         "data": {"kind": "chat", "train": "chats.jsonl", "context": 128, "tokenizer": str(tmp_path / "tokenizer")},
@@ -364,6 +365,9 @@ def test_a_server_gives_the_template_what_training_gives_it(tmp_path):
     (tmp_path / "c.yaml").write_text(json.dumps(config))
     done = lockstep(tmp_path, "train", "c.yaml")
     assert done.returncode == 0, told(done)
+    (tmp_path / "gone.csv").write_text("user\nu1\n")
+    done = lockstep(tmp_path, "train", "c.yaml", "run.name=other", "data.exclude=gone.csv")
+    assert done.returncode == 2 and "the chat template makes several samples of some chats" in done.stderr
     tools = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
     parts = ASK | {"content": [{"type": "text", "text": "one or "}, {"type": "text", "text": "two?"}], "name": "Ann"}
     with serving(tmp_path / "runs" / "r") as server:

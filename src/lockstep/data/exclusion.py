@@ -89,6 +89,9 @@ def _matching(source: Source, names: Values, wanted: Collection[Values]) -> tupl
     if isinstance(source, Augmented | Tokens):
         return _matching(source.source, names, wanted)
     if isinstance(source, Windows):
+        if len(source.tokens) != len(source.tokens.source):
+            what = "data.exclude names chats by columns, but the chat template makes several samples of some chats"
+            raise DataError(f"{what}: name the samples by number, or set data.turns=last")
         texts, known = _matching(source.tokens, names, wanted)
         return source.holding(texts), known
     if isinstance(source, Subset):

@@ -90,7 +90,9 @@ class Windows:
         return np.array(sorted(found), dtype=np.int64)
 
     def place(self, index: int) -> str:
-        """Return the place of the text in which a sample begins."""
+        """Return the place of the text in which a sample begins, where each text is tokenized as one."""
+        if len(self.tokens) != len(self.tokens.source):  # a chat whose turns are learned one by one
+            return f"sample {index}"
         row = np.searchsorted(self.tokens.offsets, index * self.context, side="right") - 1
         return place_of(self.tokens.source, int(row))
 
