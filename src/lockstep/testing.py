@@ -1,4 +1,4 @@
-"""For tests of a project that trains with Lockstep: `from lockstep.testing import same_bits`."""
+"""Assertions for the tests of a project that trains with Lockstep: `from lockstep.testing import same_bits`."""
 
 import os
 import subprocess

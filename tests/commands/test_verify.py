@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from running import lockstep
+from slowing import SLOWS
 
 from lockstep.checkpoint import layout
 
@@ -278,29 +279,9 @@ def test_an_export_is_that_of_its_run(run):
     assert done.returncode == 2 and "is no run" in done.stderr
 
 
-STEERS = """
-import lockstep
-from lockstep.base.events import StepDone
-
-
-class Slows:
-    def notice(self, event):
-        return lockstep.ScaleLearningRate(0.5) if isinstance(event, StepDone) and event.step == 2 else None
-
-    def close(self):
-        pass
-
-
-def observers(options):
-    with open("asked", "a") as file:
-        file.write("x")
-    return [Slows()]
-"""
-
-
 def test_what_observers_asked_for_is_done_again_and_changed_settings_are_told_apart(run):
     folder = run.parents[1]
-    (folder / "steers.py").write_text(STEERS)
+    (folder / "steers.py").write_text(SLOWS)
     settings = ["run.name=c", "observe.file=steers.py", "train.ema=0.9", "parallel.kind=fsdp", "launch.processes=2"]
     assert lockstep(folder, "train", "c.yaml", *settings).returncode == 0
     asked = (folder / "asked").stat().st_size

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slowing import SLOWS
 from training_runs import config_in as resolved_in
 from training_runs import lines, run_on_rank
 
@@ -234,24 +235,6 @@ def test_balanced_class_weights_have_counted_the_samples(ranks, tmp_path):
     assert not (tmp_path / "c" / "certificate.json").exists()
     config, _ = planned(tmp_path / "b", without=tmp_path / "gone.txt", from_start=True)
     assert ranks(1, run_on_rank, config)[0]["status"] == "finished"
-
-
-SLOWS = """
-import lockstep
-from lockstep.base.events import StepDone
-
-
-class Slows:
-    def notice(self, event):
-        return lockstep.ScaleLearningRate(0.5) if isinstance(event, StepDone) and event.step == 2 else None
-
-    def close(self):
-        pass
-
-
-def observers(options):
-    return [Slows()]
-"""
 
 
 def test_what_an_observer_has_asked_for_at_the_fork_is_done(ranks, tmp_path):

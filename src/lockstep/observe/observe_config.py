@@ -29,7 +29,7 @@ class ObserveSection(Section):
     is one, to find a process that computes wrongly before the weights are updated; it costs a little more than that
     share of the time."""
     on_corruption: Literal["leave", "stop", "warn"] = "leave"
-    """What follows for a process that computes wrongly. leave: it leaves the run where that recovers live, else stop;
+    """Handling of a process that computes wrongly. leave: it leaves the run where that recovers live, else stop;
     stop: the run ends with an error; warn: the run goes on with the right gradients."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """[FIRST, LAST]: steps under the PyTorch profiler, written to profile/trace-rank-N.json.gz in the run's folder."""

@@ -55,7 +55,7 @@ class RunSummary(BaseModel):
     numeric_recipe: dict[Name, Any] = Field({}, max_length=1000)
     drift: list[Drift] = []
     parent: dict[Name, Any] | None = Field(None, max_length=10)
-    """Where the run was forked: run, step, digest."""
+    """Checkpoint at which the run was forked: run, step, digest."""
 
     @field_validator("confusion_matrix")
     @classmethod

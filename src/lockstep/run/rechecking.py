@@ -159,7 +159,9 @@ class Recheck:
         answer = self.parts.recipe.observe.on_corruption
         if answer == "warn":
             self.share = self.facts["share"] = 1.0
-            self.warn(f"{what}. The run goes on with the right gradients, and rechecks every step from here on")
+            self.warn(
+                f"{what}. The run goes on with the right gradients, and rechecks every step until it ends or is resumed"
+            )
         elif answer == "leave" and self.leave is not None and 0 < len(found.culprits) < len(self.machines):
             self.warn(f"{what}. It leaves the run, which goes on with the right gradients")
             if self.rank in found.culprits:

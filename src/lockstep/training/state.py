@@ -105,7 +105,7 @@ class TrainState:
     stopping: BestSoFar = field(default_factory=BestSoFar)
     saving: BestSoFar = field(default_factory=BestSoFar)
     parent: Mapping[str, Any] | None = None
-    """Where the run was forked: run, step, digest of the weights."""
+    """Checkpoint at which the run was forked: run, step, digest of the weights."""
 
     def held_parameters(self) -> list[Tensor]:
         """Return the parameters that have a gradient, but are not trained yet."""

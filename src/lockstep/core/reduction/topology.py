@@ -1,4 +1,4 @@
-"""Which ranks share a machine: a table that lets them add with each other first, so that less crosses between machines.
+"""Table of the ranks of each machine, which add with each other first, so that less crosses between machines.
 
 M = machines, L = ranks of each.
 """

@@ -178,7 +178,7 @@ def replay(run: LoggedRun, request: ReplayRequest, out: Path, *, here: Here | No
         end = run.again(request, opening, report, here=here)
         steps = opened_steps(opening)
         if end.code and not (end.code == NonFiniteLoss.exit_code and steps):  # such a step is opened to see why
-            return end.code if here else end.checked().code  # a worker in this process has told the reason
+            return end.code if here else end.checked().code  # a worker in this process has printed the reason
         facts |= evidence(opening).facts
     if not steps:
         raise ConfigError(f"{run.folder} has no step {request.first}: it ends before")
