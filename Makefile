@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` tests in minutes.
-.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-gpu durations soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-ray test-gpu durations soak chaos bench-check check docs pictures format
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -33,7 +33,7 @@ check: setup
 test: setup
 	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT) --quick
 
-# All tests but the matrix and the long runs, those in a browser and on Slurm among them: what CI runs after `make check`.
+# All tests but the matrix and the long runs, those in a browser, on Slurm and on Ray among them: what CI runs after `make check`.
 test-all: setup packages
 	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=5 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
@@ -55,6 +55,10 @@ test-browser: setup
 test-slurm: setup
 	@tests/cluster/packages.sh
 	$(BIN)/python -m pytest -m slurm
+
+test-ray: setup
+	@tests/cluster/packages.sh
+	$(BIN)/python -m pytest -m ray
 
 # Fails where there is no GPU; LOCKSTEP_TEST_DEVICE=cpu tries the tests themselves on the CPU.
 test-gpu: setup

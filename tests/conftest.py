@@ -49,6 +49,7 @@ SKIPS = (
     "only root can become another user",
     "a control group for memory cannot be made here",
     "a Slurm cluster needs",
+    "a Ray cluster needs",
     "no chromium",
     "kubectl is not installed",
     "constraints.txt is that of torch",

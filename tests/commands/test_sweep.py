@@ -321,7 +321,7 @@ def refused(folder, monkeypatch):
         (["optim.lr=0.1,0.2", "--metric", "f1", "evaluate.metrics=[accuracy]"], "'f1' is not among evaluate.metrics"),
         (["optim.lr=0.1,0.2", "--trials", "3"], "--trials belongs to --search random or optuna"),
         (["optim.lr=0.1,0.2", "--name", "a/b"], "a run's name is one folder"),
-        (["optim.lr=0.1,0.2", "--jobs", "2"], "--jobs is for launch.kind=slurm or kubernetes"),
+        (["optim.lr=0.1,0.2", "--jobs", "2"], "--jobs is for launch.kind=slurm, ray or kubernetes"),
         (["optim.lr=0.1,0.2", "launch.nodes=2"], "with launch.kind=local a sweep runs on this machine; set launch.nodes=1"),
         (["optim.lr=0.1,0.2", "--prune", "median", "observe.sinks=[]"], "add jsonl, or give --prune none"),
         ([f"optim.lr={','.join(map(str, range(1, 40)))}", f"run.seed={','.join(map(str, range(40)))}"], "of 1,560 trials"),

@@ -43,7 +43,7 @@ SHORTENED = {
     "serve": ["--port", "0"],
     "train": ["train.epochs=null", "train.steps=3"],
 }
-CLUSTER = re.compile(r"launch\.kind=(slurm|kubernetes)|--rendezvous")
+CLUSTER = re.compile(r"launch\.kind=(slurm|ray|kubernetes)|--rendezvous")
 CONFIG = (
     "data: {kind: digits}\nmodel: {kind: cnn}\ntrain: {global_batch: 64, micro_batch: 16}\nlaunch: {processes: 2}\n"
 )

@@ -45,15 +45,15 @@ exec nsenter --target {pid} --mount --uts --ipc --net --wdns="$PWD" -- {client} 
 """
 
 
-def why_not():
+def why_not(kind="Slurm", needed=NEEDED):
     """Why no cluster can be had on this machine; empty if one can."""
     if os.geteuid() != 0:
-        return "a Slurm cluster needs root"
-    missing = [name for name in NEEDED if not _program(name)]
+        return f"a {kind} cluster needs root"
+    missing = [name for name in needed if not _program(name)]
     if missing:
-        return f"a Slurm cluster needs {', '.join(missing)}: tests/cluster/packages.sh"
+        return f"a {kind} cluster needs {', '.join(missing)}: tests/cluster/packages.sh"
     trial = subprocess.run(["unshare", "--mount", "--net", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"a Slurm cluster needs namespaces: {trial.stderr.strip()}" if trial.returncode else ""
+    return f"a {kind} cluster needs namespaces: {trial.stderr.strip()}" if trial.returncode else ""
 
 
 def until(condition, hope):
@@ -90,8 +90,7 @@ class Cluster:
 
     def open(self, *, kept=True):
         """Start it. `kept`: to be closed when this process ends, also by SIGKILL."""
-        reason = why_not()
-        if reason:
+        if reason := self.why_not():
             raise RuntimeError(reason)
         Cluster(self.folder).close()  # of what an earlier one may have left
         try:
@@ -100,12 +99,21 @@ class Cluster:
                 keep = [sys.executable, "-IS", __file__, "keep", self.folder]
                 self.keeper = self._spawn(keep, stdin=subprocess.PIPE)
             self._boot("head")
-            self._offer_clients()
-            self._await("a controller", lambda: "UP" in self._client("scontrol", "ping").stdout)
+            self._begin()
             self.calm()
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def why_not():
+        """Why none can be had on this machine; empty if one can."""
+        return why_not()
+
+    def _begin(self):
+        """Wait for the head, whose host runs."""
+        self._offer_clients()
+        self._await("a controller", lambda: "UP" in self._client("scontrol", "ping").stdout)
 
     def close(self):
         """End every process and remove the folder; a second call does nothing."""
@@ -136,11 +144,15 @@ class Cluster:
             self._home(host).mkdir(parents=True)
         etc = self.folder / "etc"
         etc.mkdir()
+        names = ["127.0.0.1 localhost", *(f"{self.address(host)} {host}" for host in ["head", *self.nodes])]
+        (etc / "hosts").write_text("\n".join(names) + "\n")
+        (self.folder / "bin").mkdir()
+        self._configure_daemons(etc)
+
+    def _configure_daemons(self, etc):
         key = os.open(etc / "munge.key", os.O_WRONLY | os.O_CREAT, mode=0o600)  # munged trusts no other mode
         os.write(key, os.urandom(128))
         os.close(key)
-        names = ["127.0.0.1 localhost", *(f"{self.address(host)} {host}" for host in ["head", *self.nodes])]
-        (etc / "hosts").write_text("\n".join(names) + "\n")
         # Nothing here uses control groups. Slurm could not be told so before 24.05, but its v1 plugin stays idle.
         version = re.search(r"(\d+)\.(\d+)", subprocess.check_output([_program("slurmctld"), "-V"], text=True))
         plugin = "disabled" if tuple(map(int, version.groups())) >= (24, 5) else "cgroup/v1"
@@ -156,7 +168,6 @@ class Cluster:
         size += f" Gres=gpu:{self.gpus}\nGresTypes=gpu" if gpus else ""
         settings = (HERE / "slurm.conf").read_text()
         (etc / "slurm.conf").write_text(f"{settings}NodeName=node[1-{self.num_nodes}] {size}\n")
-        (self.folder / "bin").mkdir()
 
     def _offer_clients(self):
         """Commands that run on the head, for programs that are not on any host."""
@@ -211,6 +222,9 @@ class Cluster:
         """Boot the node if it was killed, and plug it in."""
         self._boot(self._known(node))
         self._switch("link", "set", node, "up")
+        self._take_back(node)
+
+    def _take_back(self, node):
         # A node that is down would be looked at within a minute only. Refused, harmlessly, if it is not down.
         self._client("scontrol", "update", f"nodename={node}", "state=resume")
 

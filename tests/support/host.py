@@ -31,7 +31,8 @@ def hide_what_is_not_shared(folder, home):
     for place in ("/dev/shm", "/run", folder / "bin"):
         run("mount", "-t", "tmpfs", "tmpfs", place)
     run("mount", "--bind", home, "/var/log")
-    run("mount", "--bind", folder / "etc", "/etc/slurm")
+    if not (folder / "etc/daemon").exists():
+        run("mount", "--bind", folder / "etc", "/etc/slurm")
     run("mount", "--bind", folder / "etc/hosts", "/etc/hosts")
 
 
@@ -45,7 +46,10 @@ def join_network(name, address):
     run("ip", "link", "set", "eth0", "up")
 
 
-def start_daemons(name, folder):
+def start_daemons(name, folder, address):
+    if (daemon := folder / "etc/daemon").exists():
+        subprocess.Popen([daemon, name, address])
+        return
     for own in ("munge", "slurmctld", "slurmd"):
         Path("/run", own).mkdir(mode=0o755)
     key = folder / "etc/munge.key"
@@ -62,7 +66,7 @@ def main(folder, name, address):
     (home / "pid").write_text(os.readlink("/proc/self"))  # as known outside: /proc is still the machine's
     hide_what_is_not_shared(folder, home)
     join_network(name, address)
-    start_daemons(name, folder)
+    start_daemons(name, folder, address)
     with suppress(ChildProcessError):
         while True:
             os.wait()  # also for orphans, which come to the first process

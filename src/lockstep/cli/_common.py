@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from importlib.metadata import version
 from pathlib import Path
@@ -160,3 +160,13 @@ def _exit_code(command: Callable[[], int | None]) -> int | None:
             raise
         typer.echo(printable(text), err=True)
         return UserError.exit_code
+
+
+def show_log(lines: Iterable[str]) -> None:
+    """Print lines of a log as they come, as long as somebody reads them."""
+    from lockstep.base import closed_output
+
+    for line in lines:
+        typer.echo(printable(line.replace("\r", "\n")), nl=False)
+        if not closed_output.has_reader():
+            return

@@ -29,7 +29,7 @@ def command(
 
     Each finding has a code, a cause and a repair: docs/troubleshooting.md lists all. The exit code is 1 where a run
     would fail. For several machines: give the same command on each, with --rendezvous and --node-rank, as for `train`;
-    with launch.kind=slurm one command starts it on all.
+    with launch.kind=slurm or ray one command starts it on all.
     """
     from lockstep.launch.launch_run import node_address
     from lockstep.recipe import recipe as recipes
@@ -40,7 +40,7 @@ def command(
     recipe = recipes.starter("digits") if path is None else load_trusted(path, overrides, trusts=trust_code)
     node = node_address(recipe, rendezvous, node_rank)
     if node is None and not quick and (elsewhere := _scheduler_command(recipe)):
-        console.print("waiting for Slurm to run it on the machines of a run ...", style="dim")
+        console.print("waiting for the scheduler to run it on the machines of a run ...", style="dim")
         return subprocess.run(elsewhere, check=False).returncode
     from lockstep.tools.doctor import examination
     from lockstep.tools.doctor.doctor_context import DoctorContext

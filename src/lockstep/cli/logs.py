@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import RunArgument, reports_errors
+from lockstep.cli._common import RunArgument, reports_errors, show_log
 
 
 @reports_errors
@@ -14,11 +14,6 @@ def command(
     rank: Annotated[int | None, typer.Option(help="The log of one process.", min=0)] = None,
 ) -> None:
     """Show the log of a run."""
-    from lockstep.base import closed_output
-    from lockstep.base.errors import printable
     from lockstep.launch import run_control
 
-    for line in run_control.log_lines(run.absolute(), rank, follow=follow):
-        typer.echo(printable(line.replace("\r", "\n")), nl=False)
-        if not closed_output.has_reader():
-            return
+    show_log(run_control.log_lines(run.absolute(), rank, follow=follow))

@@ -48,7 +48,7 @@ def command(
     """Train once for each combination of settings, compare, and say which is the best.
 
     Each trial is a run in the sweep's folder, runs/NAME/trial-001: one after the other on this machine or, with
-    launch.kind=slurm or kubernetes, some at a time, each as its own job. The same command again goes on where an
+    launch.kind=slurm, ray or kubernetes, some at a time, each as its own job. The same command again goes on where an
     earlier one was interrupted.
     """
     from lockstep.tools.sweep import sweep_plan

@@ -4,7 +4,16 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, NodeRank, Overrides, Rendezvous, TrustCode, console, reports_errors
+from lockstep.cli._common import (
+    ConfigFile,
+    NodeRank,
+    Overrides,
+    Rendezvous,
+    TrustCode,
+    console,
+    reports_errors,
+    show_log,
+)
 
 
 @reports_errors
@@ -15,6 +24,7 @@ def command(
     allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="With --dry-run: also all settings.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the log of a submitted job, until its end.")] = False,
     rendezvous: Rendezvous = None,
     node_rank: NodeRank = None,
     trust_code: TrustCode = False,
@@ -49,4 +59,10 @@ def command(
     recipe = recipes.begun(recipe, path)
     if dry_run:
         return launch_run.show_plan(recipe, arguments, console, node=node, shows_recipe=verbose)
-    return launch_run.launch(recipe, arguments)
+    code = launch_run.launch(recipe, arguments)
+    if code or not (follow and recipe.launch.SUBMITS):
+        return code
+    from lockstep.launch import run_control
+
+    show_log(run_control.log_lines(recipe.folder, None, follow=True, has_ended=run_control.end_of(recipe.folder)))
+    return 0 if run_control.has_finished(recipe.folder) else 1

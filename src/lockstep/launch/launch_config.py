@@ -221,3 +221,25 @@ class LiveLaunchSection(LaunchSection):
     @property
     def worker_timeout_seconds(self) -> float:
         return self.heartbeat_seconds
+
+
+class JobSection(LiveLaunchSection):
+    """Settings of launchers whose runs are jobs of a scheduler, on machines that share the runs' folder."""
+
+    REJOINS: ClassVar[bool] = False
+    SUBMITS: ClassVar[bool] = True
+
+    gpus: int | None = Field(None, ge=1, le=2**10)
+    """GPUs per machine; launch.processes=auto runs one process on each."""
+    cpus: int | None = Field(None, ge=1, le=2**14)
+    """CPU cores per machine; by default run.threads for each process. Request more when data.workers load data."""
+
+    def cpus_of(self, threads: int) -> int:
+        """Return the CPU cores per machine."""
+        processes = self.processes if self.processes != "auto" else self.gpus or 1
+        return self.cpus or processes * threads
+
+
+def submission(job: str, run: Path) -> str:
+    """Return what `lockstep train` prints of a job, with the commands for it."""
+    return f"submitted as {job}\n  lockstep status {run}\n  lockstep logs {run} -f\n  lockstep cancel {run}\n"

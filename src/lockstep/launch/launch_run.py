@@ -267,6 +267,7 @@ def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher |
             _check_not_training(folder)
             _write_note(recipe, training)
         for file, text in (plan.files | {request.recipe: request.text}).items():
+            file.parent.mkdir(exist_ok=True)
             storage.write(file, text)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with run.dir") from None

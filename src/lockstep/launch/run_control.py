@@ -3,7 +3,7 @@
 import io
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from lockstep.observe.run_folder import LOOP, RunFolder
 from lockstep.recipe import recipe as recipes
 
 POLL_SECONDS = 0.2
+JOB_SECONDS = 3.0
+"""Pause between two questions to a scheduler."""
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
 MAX_LINE_CHARACTERS = 1 << 16
 """Longest piece in which a line is read."""
@@ -52,6 +54,11 @@ def is_over(folder: Path) -> bool:
     return launcher.is_over(note)
 
 
+def has_finished(folder: Path) -> bool:
+    """Return whether a run has trained to its end."""
+    return RunFolder(folder).summary().status in ("finished", "stopped early")
+
+
 def cancel(folder: Path) -> str:
     """Have a run save and stop. Raises ConfigError, LaunchError."""
     launcher, note = _job(folder)
@@ -83,8 +90,25 @@ def output(folder: Path) -> Path:
     return launcher.output(note, folder / "logs")
 
 
-def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
-    """Yield the log of one rank, or what a terminal would show (None); `follow`: wait for new lines.
+def end_of(folder: Path) -> Callable[[], bool]:
+    """Return a function that tells whether a run's job has ended; it asks the scheduler now and then."""
+    (launcher, note), asked = _job(folder), time.monotonic()
+
+    def has_ended() -> bool:
+        nonlocal asked
+        if time.monotonic() - asked < JOB_SECONDS:
+            return False
+        asked = time.monotonic()
+        return launcher.is_over(note)
+
+    return has_ended
+
+
+def log_lines(
+    folder: Path, rank: int | None, *, follow: bool, has_ended: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """Yield the log of one rank, or what a terminal would show (None); `follow`: wait for new lines,
+    until the run `has_ended`.
 
     Raises ConfigError if there is no run, LaunchError if there is no log yet and it is not followed.
     """
@@ -96,14 +120,21 @@ def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
     if not follow and not file.is_file():
         files = ", ".join(sorted(p.name for p in logs.glob("*") if p.is_file())) or "nothing"
         raise LaunchError(f"there is no {file} yet; in {logs} there is: {files}")
+    is_over = False
     while not file.is_file():
+        if is_over:
+            return
+        is_over = has_ended()
         time.sleep(POLL_SECONDS)
     with io.TextIOWrapper(storage.regular(file), encoding="utf-8", errors="replace", newline="\n") as text:
         yield from iter(lambda: text.readline(MAX_LINE_CHARACTERS), "")
         while follow:
             if line := text.readline(MAX_LINE_CHARACTERS):
                 yield line
+            elif is_over:
+                return
             else:
+                is_over = has_ended()
                 time.sleep(POLL_SECONDS)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError, few
-from lockstep.launch.launch_config import LiveLaunchSection
+from lockstep.launch.launch_config import JobSection, submission
 
 TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
 VARIABLE = re.compile(r"\$([A-Za-z_]|\{)")
@@ -37,11 +37,8 @@ Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
 
 
-class Config(LiveLaunchSection):
+class Config(JobSection):
     """A Slurm job, requeued when its time limit is reached or another job preempts it."""
-
-    REJOINS: ClassVar[bool] = False
-    SUBMITS: ClassVar[bool] = True
 
     partition: Line | None = None
     """Partition to queue in; by default the cluster's."""
@@ -49,10 +46,6 @@ class Config(LiveLaunchSection):
     """Account to charge."""
     time: str | None = None
     """Time limit in Slurm's notation: minutes, H:MM:SS or D-HH:MM:SS. A requeued run continues with a new limit."""
-    gpus: int | None = Field(None, ge=1, le=2**10)
-    """GPUs per node; launch.processes=auto runs one process on each."""
-    cpus: int | None = Field(None, ge=1, le=2**14)
-    """CPU cores per node; by default run.threads for each process. Request more when data.workers load data."""
     memory: Line | None = None
     """Memory per node in Slurm's notation: 64G."""
     options: tuple[Line, ...] = ()
@@ -113,11 +106,7 @@ class Slurm:
         """Submit the script; returns 0. Raises LaunchError with sbatch's complaint."""
         logs.mkdir(parents=True, exist_ok=True)  # sbatch writes its output there but creates no folders
         self.job = run_command(*plan.argv).split(";")[0].strip()
-        run = logs.parent
-        sys.stdout.write(
-            f"submitted as Slurm job {self.job}, from {plan.argv[-1]}\n"
-            f"  lockstep status {run}\n  lockstep logs {run} -f\n  lockstep cancel {run}\n"
-        )
+        sys.stdout.write(submission(f"Slurm job {self.job}, from {plan.argv[-1]}", logs.parent))
         return 0
 
     def note(self) -> dict[str, Any]:
@@ -169,7 +158,7 @@ class Slurm:
             recovers_live=config.recovers_live,
             job_name=folder.name,
             nodes=str(config.nodes).replace(":", "-"),
-            cpus=_cpus(config, self.threads),
+            cpus=config.cpus_of(self.threads),
             output=folder / "logs" / "slurm-%j.out",
             is_elastic=is_elastic,
             options=[
@@ -298,7 +287,7 @@ def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, .
     if shutil.which("srun") is None:
         raise _absent("srun")
     in_container, command = _container(config, Path.cwd())
-    options = [f"--nodes={config.max_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(config, threads)}"]
+    options = [f"--nodes={config.max_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={config.cpus_of(threads)}"]
     options += [f"--time={EXAMINATION_MINUTES}", "--job-name=lockstep-doctor", *in_container]
     given = {"gres": config.gpus and f"gpu:{config.gpus}", "mem": config.memory, "partition": config.partition}
     given["account"] = config.account
@@ -307,12 +296,6 @@ def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, .
     script = "\n".join([*setup, f'exec {command} "$@" --node-rank "$SLURM_NODEID" --rendezvous "{HEAD}:{PORT}"'])
     options += [f"--{option.removeprefix('--')}" for option in config.options]
     return ("srun", *options, "bash", "-c", script, "lockstep", *words)
-
-
-def _cpus(config: Config, threads: int) -> int:
-    """Return the CPU cores per node."""
-    processes = config.processes if config.processes != "auto" else config.gpus or 1
-    return config.cpus or processes * threads
 
 
 def _container(config: Config, runs: Path) -> tuple[list[str], str]:

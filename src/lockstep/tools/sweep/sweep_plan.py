@@ -81,7 +81,7 @@ def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep
     _check_recipes(plan)
     if options.jobs is not None:
         if not plan.base.launch.SUBMITS:
-            raise ConfigError("--jobs is for launch.kind=slurm or kubernetes: on this machine trials run one at a time")
+            raise ConfigError("--jobs is for launch.kind=slurm, ray or kubernetes: here trials run one at a time")
         plan = replace(plan, jobs=options.jobs)
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
