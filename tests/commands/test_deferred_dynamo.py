@@ -62,6 +62,31 @@ def test_training_does_not_import_it(tmp_path, kind):
     assert json.loads(done.stdout.splitlines()[-1]) == [0, "DeferredDynamo"], done.stderr
 
 
+MARKED = """
+import sys
+import torch
+from lockstep.core.host import deferred_dynamo
+
+deferred_dynamo.install()
+import transformers.modeling_utils
+from transformers.integrations.eager_paged import eager_paged_attention_forward as excluded
+from transformers.masking_utils import TransformGetItemToIndex
+
+assert type(torch._dynamo).__name__ == "DeferredDynamo"
+assert "torch._dynamo.eval_frame" not in sys.modules
+marks = len(torch._dynamo.marks)
+from torch._dynamo import config
+assert excluded._torchdynamo_disable
+assert torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex is TransformGetItemToIndex
+assert marks > 1
+"""
+
+
+def test_transformers_does_not_import_it_and_what_it_marks_stays_marked():
+    done = subprocess.run([sys.executable, "-c", MARKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "submodule",
     [

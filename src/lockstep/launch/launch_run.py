@@ -157,7 +157,8 @@ def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
     plugin = (plugins.implementation_name(family, section.kind) for family, section in kinds.items())
     # Each would import it when it first saves; one or two may, since their first step comes half a second sooner.
     saves = () if recipe.launch.processes in (1, 2) else ("torch.distributed.checkpoint",)
-    return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES, *saves)
+    compiler = ("torch._dynamo.eval_frame",) if recipe.train.compile or recipe.train.recompute else ()
+    return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *compiler, *recipe.model.LIBRARIES, *saves)
 
 
 def launch_node(

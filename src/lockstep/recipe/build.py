@@ -111,12 +111,13 @@ def assemble(
     world: World,
     device: torch.device,
     *,
+    data: Splits | None = None,
     placing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Components:
-    """Build everything for this process; the process group is open and the data has been prepared. `placing` is the
-    context in which the model is placed."""
+    """Build everything for this process; the process group is open and the data has been prepared. `data` is what this
+    process has prepared itself, and `placing` the context in which the model is placed."""
     with raise_on_all_ranks():
-        data = open_splits(recipe)
+        data = data or open_splits(recipe)
     data.check_streams()
     with raise_on_all_ranks():
         recipe = with_modes(recipe, requested_metrics(recipe, data.test.spec))

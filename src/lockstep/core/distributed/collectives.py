@@ -209,8 +209,7 @@ class Agreement:
         return [int(flag) for flag in self.flags.tolist()]
 
 
-def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:
-    """Run a task on one process per machine while the others wait, for up to a day."""
+def local_main_first(task: Callable[[], T], *, is_local_main: bool) -> T | None:
+    """Run a task on one process per machine while the others wait, for up to a day -> its result; None on others."""
     with raise_on_all_ranks(further_group(timedelta(days=1))):
-        if is_local_main:
-            task()
+        return task() if is_local_main else None

@@ -1,9 +1,9 @@
 """Defers the import of torch's compiler, which training without `torch.compile` never uses.
 
 DDP, FSDP and every optimizer import `torch._dynamo` only to exclude themselves from it (torch 2.13: torch/_compile.py,
-torch/optim/optimizer.py, torch/nn/parallel/distributed.py), which takes a second, a fourth of the time to the first
-step. `install` puts a module in its place that answers these calls, and becomes the real one as soon as anything else
-is asked of it.
+torch/optim/optimizer.py, torch/nn/parallel/distributed.py), and transformers to mark some functions, which takes a
+second, a fourth of the time to the first step. `install` puts a module in its place that answers these calls, and
+becomes the real one as soon as anything else is asked of it.
 """
 
 import importlib.util
@@ -19,6 +19,10 @@ import torch
 NAME = "torch._dynamo"
 FSDP_HOOKS = "skipping FSDP hooks"
 """FSDP's reason for what it excludes, anew for every call."""
+MARKING = "transformers."
+"""Package of functions that are excluded when they are defined, and which no training compiles."""
+ALONE = "_trace_wrapped_higher_order_op"
+"""Submodule that needs nothing of the package, and that transformers imports."""
 
 
 def install() -> None:
@@ -36,6 +40,8 @@ class DeferredDynamo(ModuleType):
         self.__spec__, self.__file__, self.__path__ = spec, spec.origin, spec.submodule_search_locations or []
         self.excluded: list[Any] = []
         """Functions that torch excluded; each keeps the answer."""
+        self.marks: list[Callable[[ModuleType], object]] = []
+        """Calls that mark functions, to be repeated with the real module."""
         self.utils = DeferredSubmodule("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # its default
         self.trace_rules = DeferredSubmodule("trace_rules", clear_lru_cache=lambda: None)
 
@@ -45,12 +51,29 @@ class DeferredDynamo(ModuleType):
             imported().graph_break(*args, **options)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return a function of torch's own as it is; a user's may be called while something is compiled."""
-        is_lazy = not options.get("wrapping", True)
-        if is_imported() or (not is_lazy and options.get("reason") != FSDP_HOOKS):
+        """Return a function of torch's own or of transformers as it is; a user's may be called while something is
+        compiled."""
+        if fn is None and (*args, options.get("recursive"))[0] is False:  # no context manager, as otherwise
+            return lambda later: self.disable(later, *args, **options)
+        is_lazy, is_marked = not options.get("wrapping", True), str(getattr(fn, "__module__", "")).startswith(MARKING)
+        if is_imported() or not (is_lazy or is_marked or options.get("reason") == FSDP_HOOKS):
             return imported().disable(fn, *args, **options)
         if is_lazy:
             self.excluded.append(fn)
+        elif is_marked:
+            self.marks.append(lambda real: real.decorators.skip(fn))
+        return fn
+
+    def allow_in_graph(self, fn: Any) -> Any:
+        """Return the function; the real module is told later."""
+        if is_imported():
+            return imported().allow_in_graph(fn)
+        self.marks.append(lambda real: real.allow_in_graph(fn))
+        return fn
+
+    def assume_constant_result(self, fn: Any) -> Any:
+        """Mark the function, which is all that the real one does."""
+        fn._dynamo_marked_constant = True
         return fn
 
     def __getattr__(self, name: str) -> Any:
@@ -82,14 +105,21 @@ def imported() -> ModuleType:
         del sys.modules[NAME], vars(torch)["_dynamo"]
         for function in deferred.excluded:
             vars(function).pop("__dynamo_disable", None)
+        real = importlib.import_module(NAME)
+        for mark in deferred.marks:
+            mark(real)
+        if ALONE in vars(deferred):
+            setattr(real, ALONE, vars(deferred)[ALONE])
     return importlib.import_module(NAME)
 
 
 class SubmoduleFinder(MetaPathFinder):
-    """Imports the real package before any of its submodules."""
+    """Imports the real package before any of its submodules but one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.startswith(f"{NAME}.") and isinstance(sys.modules.get(NAME), DeferredDynamo):
+            if name == f"{NAME}.{ALONE}":
+                return importlib.machinery.PathFinder.find_spec(name, path)
             package = imported()
             if name not in sys.modules:
                 return importlib.machinery.PathFinder.find_spec(name, package.__path__)

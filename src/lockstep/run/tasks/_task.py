@@ -64,10 +64,10 @@ class WatchedTask:
 
     def assemble(self) -> Components:
         """Prepare the data, one process per machine first, then build every part."""
-        local_main_first(
+        prepared = local_main_first(
             lambda: prepare_splits(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
         )
-        parts = build.assemble(self.recipe, self.world, self.device, placing=self.placing)
+        parts = build.assemble(self.recipe, self.world, self.device, data=prepared, placing=self.placing)
         self.recipe = parts.recipe
         return parts
 
