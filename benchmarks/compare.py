@@ -1,7 +1,8 @@
 """Lockstep beside other trainers: same model, data, precision and processes, in turns, in one run.
 
     benchmarks/peers/install.sh
-    python benchmarks/compare.py --data FOLDER --model MINILM [--works mnist-64 minilm-32] [--rounds 5] --out FILE
+    python benchmarks/compare.py --data FOLDER --model MINILM [--works mnist-64 minilm-32] [--rounds 5]
+                                    [--precision fp32] --out FILE
 
 FOLDER holds mnist/ and ag_news/; MINILM a sentence-transformers/all-MiniLM-L6-v2. Every contender is a command that
 trains some steps and exits; a round runs each once. Two processes of one thread each. Columns: samples/s after the
@@ -75,6 +76,7 @@ class Setting:
     """MiniLM."""
     peers: Path
     """The bin folder of the peers' environment."""
+    precision: str = "bf16"
 
 
 def takes_part(name: str, work: Work) -> bool:
@@ -95,7 +97,7 @@ def lockstep(name: str, setting: Setting) -> list[str]:
         f"train.steps={work.steps}",
         f"train.global_batch={work.global_batch}",
         f"train.micro_batch={micro_batch}",
-        "train.precision=bf16",
+        f"train.precision={setting.precision}",
         f"optim.lr={work.learning_rate}",
         f"observe.file={files}",
         f"observe.options.steps={work.steps}",
@@ -119,8 +121,9 @@ def command(name: str, setting: Setting) -> list[str]:
     """What starts a contender."""
     if name in KINDS:
         return lockstep(name, setting)
-    folders = {"--data": setting.folder, "--model": setting.model, "--out": setting.folder / "meter"}
-    arguments = ["--work", setting.work.name, *(str(part) for pair in folders.items() for part in pair)]
+    options = {"--work": setting.work.name, "--precision": setting.precision, "--data": setting.folder}
+    options |= {"--model": setting.model, "--out": setting.folder / "meter"}
+    arguments = [str(part) for pair in options.items() for part in pair]
     return [str(setting.peers / "torchrun"), f"--nproc-per-node={WORLD}", str(PEERS / SCRIPTS[name]), *arguments]
 
 
@@ -229,7 +232,7 @@ def measured(work: Work, names: Sequence[str], given: argparse.Namespace) -> dic
     own = [name for name in names if takes_part(name, work)]
     seen: dict[str, list[Figures]] = {name: [] for name in own}
     with tempfile.TemporaryDirectory() as temporary:
-        setting = Setting(work, Path(temporary), given.model.resolve(), given.peers.absolute())
+        setting = Setting(work, Path(temporary), given.model.resolve(), given.peers.absolute(), given.precision)
         prepare(setting, given.data.resolve())
         for number in range(given.rounds):
             for name in own if number % 2 else reversed(own):
@@ -251,12 +254,13 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--peers", type=Path, default=PEERS / ".venv" / "bin", help="their environment's bin folder")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--at-least", type=float, help="the ratio to the tuned loop that Lockstep must reach")
     parser.add_argument("--out", type=Path, help="a file for the tables, such as benchmarks/results/compare.md")
     given = parser.parse_args()
     lines = [
-        f"Figures {measured_at()}, {WORLD} processes of one thread, bf16 (the textbook loop: fp32), {given.rounds} "
-        "rounds in turns: medians (quartiles).",
+        f"Figures {measured_at()}, {WORLD} processes of one thread, {given.precision} (the textbook loop: fp32), "
+        f"{given.rounds} rounds in turns: medians (quartiles).",
         "",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,13 +1,13 @@
 """How good `lockstep estimate` is: its peak memory and step time against those of real short trainings.
 
-    python benchmarks/estimate.py [--models cnn encoder] [--strategies ddp fsdp pipeline] [--worlds 1 2 4]
-                                  [--rounds 3] [--root FOLDER]
+    python benchmarks/estimate.py [--models digits cnn encoder gpt] [--strategies ddp fsdp pipeline] [--worlds 1 2 4]
+                                  [--precision bf16] [--rounds 3] [--root FOLDER]
 
 The trainings are `lockstep train` with worker processes from the launcher; their peak is the highest resident set that
 Linux has noted of any of them, and their step time the median over the steps after the first ones. The CNN learns
-MNIST, the encoder is MiniLM on AG News: FOLDER/mnist and FOLDER/ag_news hold their files (without --root they are
-fetched). A machine's speed changes within minutes, so that each round predicts anew before it trains. Run nothing else
-beside it.
+MNIST, or scikit-learn's digits; the encoder is MiniLM on AG News, the GPT that of examples/gpt.yaml: FOLDER/mnist and
+FOLDER/ag_news hold their files (without --root they are fetched). A machine's speed changes within minutes, so that
+each round predicts anew before it trains. Run nothing else beside it.
 """
 
 import argparse
@@ -38,15 +38,25 @@ FIRST_LINES = 1
 TEST_SAMPLES = 64
 """Of AG News: each training ends with an evaluation."""
 MIB = 2**20
+DIGITS = """
+data: {kind: digits}
+model: {kind: cnn}
+train: {steps: 60, global_batch: 64, micro_batch: 16, precision: PRECISION}
+"""
+GPT = """
+data: {kind: text, tokenizer: bytes, context: 128}
+model: {kind: gpt, layers: 4, width: 128, heads: 4}
+train: {steps: 40, global_batch: 32, micro_batch: 16, precision: PRECISION}
+"""
 CNN = """
 data: {{kind: mnist, root: "{root}"}}
 model: {{kind: cnn}}
-train: {{steps: 60, global_batch: 256, micro_batch: 64}}
+train: {{steps: 60, global_batch: 256, micro_batch: 64, precision: PRECISION}}
 """
 ENCODER = """
 data: {{kind: ag_news, root: "{root}"}}
 model: {{kind: transformer, name: "{model}", max_length: 64}}
-train: {{steps: 16, global_batch: 32, micro_batch: 8}}
+train: {{steps: 16, global_batch: 32, micro_batch: 8, precision: PRECISION}}
 """
 QUIET = """
 observe: {log_every: 4, sinks: [jsonl]}
@@ -84,7 +94,17 @@ def encoder(folder: Path, options: argparse.Namespace) -> str:
     return ENCODER.format(root=folder, model=model)
 
 
-MODELS = {"cnn": cnn, "encoder": encoder}
+def digits(folder: Path, options: argparse.Namespace) -> str:
+    """The config of a CNN on scikit-learn's digits."""
+    return DIGITS
+
+
+def gpt(folder: Path, options: argparse.Namespace) -> str:
+    """The config of a small language model on the texts that come with Python."""
+    return GPT
+
+
+MODELS = {"digits": digits, "cnn": cnn, "encoder": encoder, "gpt": gpt}
 
 
 def trained(path: Path, strategy: str, world: int) -> Real:
@@ -141,7 +161,7 @@ def a_round(name: str, options: argparse.Namespace, found: dict[Key, list[tuple[
     """Predict, then train."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.yaml"
-        path.write_text(MODELS[name](Path(folder), options) + QUIET)
+        path.write_text(MODELS[name](Path(folder), options).replace("PRECISION", options.precision) + QUIET)
         wish = EstimateOptions(world_sizes=tuple(options.worlds))
         for row in estimate(recipes.load(path), wish, console=Console(file=sys.stderr), to=None):
             if row.strategy in options.strategies and row.forecast is not None:
@@ -157,6 +177,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp", "pipeline"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=3, help="each predicts anew and trains anew")
     parser.add_argument("--root", type=Path, help="folder in which mnist and ag_news lie")
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/estimate.md")
@@ -172,7 +193,8 @@ def write(options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, 
     """The table of what there is so far."""
     lines = [
         f"`python benchmarks/estimate.py --models {' '.join(options.models)} --worlds "
-        f"{' '.join(map(str, options.worlds))} --rounds {options.rounds}`, {measured_at()}.",
+        f"{' '.join(map(str, options.worlds))} --precision {options.precision} --rounds {options.rounds}`, "
+        f"{measured_at()}.",
         "Predicted and measured: the peak resident set of the process that needs most, MiB, and a steady step, ms; "
         "medians over the rounds, in each of which the prediction is made anew just before the trainings.",
         "",

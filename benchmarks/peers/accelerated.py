@@ -34,7 +34,8 @@ def main() -> None:
     given = arguments()
     torch.set_num_threads(1)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=given.device.type == "cpu", kwargs_handlers=[ddp])
+    precision, is_cpu = "bf16" if given.is_bf16 else "no", given.device.type == "cpu"
+    accelerator = Accelerator(mixed_precision=precision, cpu=is_cpu, kwargs_handlers=[ddp])
     torch.manual_seed(0)
     net = network(given)
     optimizer = torch.optim.AdamW(net.parameters(), lr=given.work.learning_rate, fused=True)

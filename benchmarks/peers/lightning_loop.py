@@ -44,7 +44,7 @@ def main() -> None:
         accelerator=given.device.type,
         devices=given.world,
         strategy=ddp if given.world > 1 else "auto",
-        precision="bf16-mixed",
+        precision="bf16-mixed" if given.is_bf16 else "32-true",
         max_epochs=1,
         gradient_clip_val=None,  # not offered together with a fused optimizer
         logger=False,

@@ -42,7 +42,7 @@ def main() -> None:
         per_device_train_batch_size=given.batch,
         num_train_epochs=1,
         learning_rate=given.work.learning_rate,
-        bf16=True,
+        bf16=given.is_bf16,
         use_cpu=given.device.type == "cpu",
         train_sampling_strategy="group_by_length",
         optim="adamw_torch_fused",

@@ -76,7 +76,7 @@ def main() -> None:
     meter = Meter(given.out, given.rank, given.work.steps)
     for batch in batches(given):
         inputs, labels = (moved(each, given.device) for each in batch)
-        with torch.autocast(given.device.type, torch.bfloat16):
+        with given.autocast():
             outputs = model(**inputs).logits if isinstance(inputs, dict) else model(inputs)
             loss = F.cross_entropy(outputs.view(-1, BYTES) if outputs.ndim == 3 else outputs, labels)
         loss.backward()
