@@ -178,11 +178,13 @@ def test_a_job_that_is_stopped_saves_and_is_resumed(ray, tmp_path, plain):
     run = Run(ray, tmp_path, "launch.nodes=2", held=(20,))
     run.submit()
     run.is_held(20)
-    assert "to save and stop" in run.lockstep("cancel", "runs/a").stdout
+    (tmp_path / "slow").touch()
     run.goes_on(20)
+    assert "to save and stop" in run.lockstep("cancel", "runs/a").stdout
     assert run.ended() == "STOPPED"
     assert "stopped by a signal after step" in run.said
     assert "has ended already" in run.lockstep("cancel", "runs/a").stdout
+    (tmp_path / "slow").unlink()
     run.submit()
     summary = run.finished()
     assert (summary["digest"], summary["world_size"]) == (plain, 2)
