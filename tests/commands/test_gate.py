@@ -17,8 +17,7 @@ from lockstep.base.errors import ConfigError, RunFailed
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.recipe import recipe as recipes
-from lockstep.run.tasks.gate import FirstSteps
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run.tasks.replay import ReplayTask
 from lockstep.testing import same_bits
 from lockstep.tools.gate import gating, golden_file
 from lockstep.tools.gate.gate_diff import difference, farthest
@@ -200,8 +199,9 @@ def first_steps(folder, number):
     """Train the first steps on this rank -> golden file."""
     with chdir(folder):
         run = folder / f"run-{number}"
-        recipe = gating.variant(recipes.load(Path("c.yaml")), run)
-        job = TrainTask(recipe, World(), SignalWatch(), hooks=FirstSteps(STEPS))
+        request = gating.first_steps(STEPS)
+        recipe = request.recipe(recipes.load(Path("c.yaml")), run)
+        job = ReplayTask(request, recipe, World(), SignalWatch())
         try:
             job.run("auto", allow_drift=False)
         finally:
@@ -384,7 +384,7 @@ def test_mistakes_are_told(folder, golden_text, words, said):
 
 def test_a_golden_run_mirrors_nothing(folder):
     recipe = recipes.load(Path("c.yaml"), ["checkpoint.mirror=s3://bucket/runs", "train.max_minutes=1"])
-    found = gating.variant(recipe, folder / "run")
+    found = gating.first_steps(4).recipe(recipe, folder / "run")
     assert (found.checkpoint.mirror, found.train.max_minutes, found.train.steps) == (None, None, 50)
 
 

@@ -1,5 +1,5 @@
-"""A run of `lockstep replay` or `lockstep bisect`: training from a checkpoint to a step that is opened or traced; or
-the step of a bundle."""
+"""A run of `lockstep replay`, `bisect`, `verify` or `gate`: training from a checkpoint, or the start, to a step that is
+opened, traced or saved; or the step of a bundle."""
 
 import json
 import pdb
@@ -14,7 +14,7 @@ import torch
 from pydantic_core import to_json
 
 from lockstep.base import plugins, storage
-from lockstep.base.errors import CheckpointError, Interrupted, ModelError
+from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, ModelError
 from lockstep.base.events import TextSample
 from lockstep.base.model_contracts import MicroBatch, Model
 from lockstep.base.world import World
@@ -41,6 +41,8 @@ from lockstep.training.loop_state import Training
 from lockstep.training.state import TrainState
 
 NEEDS_GROUP = True
+TRACED_SHARDS = 8
+"""Number of the first shards of a step whose calls and gradients a golden file has, for its size."""
 SET_BACK = "Set these back, or replay all the same with --allow-drift"
 
 
@@ -100,8 +102,16 @@ class ReplayTask(TrainTask, Hooks):
 
         training.steps = steps
         if request.traced_from is not None:
-            file = self.recipe.folder / f"trace-{self.world.rank}.jsonl"
-            write_trace(file, parts, training, is_main=self.world.is_main, since=request.traced_from - 1)
+            file, middle = (
+                self.recipe.folder / f"trace-{self.world.rank}.jsonl",
+                min(request.until, parts.total_steps) // 2,
+            )
+
+            def is_golden(micro_batch: MicroBatch) -> bool:
+                return micro_batch.step in (0, middle) and micro_batch.shard < TRACED_SHARDS
+
+            since, selects = request.traced_from - 1, is_golden if request.is_golden else None
+            write_trace(file, parts, training, is_main=self.world.is_main, since=since, selects=selects)
 
     def opening(self, parts: Components, micro_batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
         """Open a step before it is run, and look at the weights after it."""
@@ -123,6 +133,9 @@ class ReplayTask(TrainTask, Hooks):
     def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
         """Load it on another processor, or with another torch, too, which it tells; settings have to be the same."""
         known = self.request.numeric
+        if self.request.verifies:
+            self.check_same(known)
+            return super().load_checkpoint(resume, allow_drift=True)  # of settings that a later resume has changed
         settings = {name: value for name, value in self.numeric.items() if "." in name or not known}
         facts = {name: value for name, value in known.items() if "." not in name}
         self.tell_of_machine(facts)
@@ -132,6 +145,13 @@ class ReplayTask(TrainTask, Hooks):
             listing = "\n  ".join(layout.described(*each) for each in changed)
             raise CheckpointError(f"the run was made with another numeric recipe:\n  {listing}\n  {SET_BACK}")
         return super().load_checkpoint(resume, allow_drift=allow_drift)
+
+    def check_same(self, known: Mapping[str, Any]) -> None:
+        """Write down what differs from the recipe, data or machine of an interval's end. Raises ConfigError."""
+        found = [each for each in layout.differences(known, self.numeric) if None not in each[1:]]
+        trials.write_result(self.recipe.folder, self.world.rank, found)
+        if found:
+            raise ConfigError("; ".join(layout.described(*each) for each in found))
 
     def resume_observers(self, checkpoint: Path | None, *, repeats: bool) -> None:
         """Repeat what observers asked for in the run."""

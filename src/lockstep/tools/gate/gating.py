@@ -5,7 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 from rich.console import Console
 
 from lockstep.base import storage
@@ -17,14 +16,11 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.gate.gate_diff import difference, farthest
 from lockstep.tools.gate.golden_file import Golden
+from lockstep.tools.replay.replaying import ReplayRequest
 
 NUMBERS = ("loss", "gradient_norm", "learning_rate")
-TRACE = "trace.jsonl"
+TRACE = "trace-0.jsonl"
 MOST_CHARACTERS = 100
-
-
-class GateRequest(BaseModel):
-    steps: int
 
 
 def record(recipe: Recipe, path: Path, to: Path, *, overrides: list[str], steps: int, console: Console) -> None:
@@ -82,21 +78,16 @@ def machine() -> dict[str, str]:
 
 def measured(recipe: Recipe, *, steps: int, console: Console) -> Golden:
     """Train the first steps of a recipe in a process of its own, in a temporary folder."""
-    with trials.forking(recipe, "gate"), trials.temporary_folder("lockstep-gate-") as folder:
+    with trials.forking(recipe, "replay"), trials.temporary_folder("lockstep-gate-") as folder:
         trials.prepared(recipe)
         console.print(f"training {steps} steps ...")
-        request = GateRequest(steps=steps)
-        trials.run(variant(recipe, folder), folder, task="gate", request=request, processes=1).checked()
+        first_steps(steps).run(recipe, folder, lambda _: None).checked()
         return golden_of(folder)
 
 
-def variant(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe of a run in this folder, on one process, that logs every step and nothing else."""
-    sections = trials.without_interruptions(recipe, folder, steps=1)
-    del sections["schedule"]  # the whole run's, of which these are the first steps
-    sections["train"] = {"stop_metric": None, "max_minutes": None}
-    sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
-    return trials.varied(recipe, sections, parallel=trials.strategy("single"))
+def first_steps(steps: int) -> ReplayRequest:
+    """Return the request for the beginning of a whole run, with its schedule, on one process."""
+    return ReplayRequest(until=steps, opens=False, traced_from=1, is_golden=True)
 
 
 def golden_of(folder: Path) -> Golden:

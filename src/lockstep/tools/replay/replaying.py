@@ -51,8 +51,12 @@ class ReplayRequest(BaseModel):
     opens: bool = True
     saves: bool = False
     """Whether to save a checkpoint after the last step."""
+    verifies: bool = False
+    """Whether to go on only with the recipe, data and machine of `numeric`; what differs is written down."""
     traced_from: int | None = None
     """Number of the first step to trace."""
+    is_golden: bool = False
+    """Whether to trace only what a golden file holds."""
     save: Path | None = None
     """Bundle to write."""
     bundle: Path | None = None
@@ -68,7 +72,7 @@ class ReplayRequest(BaseModel):
     def recipe(self, recipe: Recipe, folder: Path) -> Recipe:
         """Return a recipe with the same steps, since a schedule may depend on their number, in another folder."""
         own = recipe.parallel.kind if recipe.parallel.MOST_PROCESSES is None else "ddp"
-        kind = "single" if self.processes == 1 else self.parallel or own
+        kind = self.parallel or ("single" if self.processes == 1 else own)
         every = self.until if self.saves else None
         section = recipe.parallel if kind == recipe.parallel.kind else trials.strategy(kind)
         sections: dict[str, dict[str, Any]] = {
@@ -92,6 +96,13 @@ class ReplayRequest(BaseModel):
         storage.write(request_file, to_json(self))
         code = here([str(recipe_file), "--task", "replay", "--request", str(request_file), *trust.arguments()])
         return TrialEnd(code=code, output="", peak_bytes=0)
+
+
+def begin(folder: Path, run: Path) -> None:
+    """Make a folder in which steps of a run are run again, with what observers asked for in the run."""
+    folder.mkdir()
+    if (decided := run / steering.FILE).is_file():
+        storage.write(folder / steering.FILE, storage.read_regular(decided, storage.MOST_JSON_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +144,7 @@ class LoggedRun:
         self, request: ReplayRequest, folder: Path, report: Callable[[str], None], *, here: Here | None = None
     ) -> TrialEnd:
         """Train again in a new folder, with what observers asked for."""
-        folder.mkdir()
-        if (decided := self.folder / steering.FILE).is_file():
-            storage.write(folder / steering.FILE, storage.read_regular(decided, storage.MOST_JSON_BYTES))
+        begin(folder, self.folder)
         self.authorize()  # another run may have been since
         return request.run(self.recipe, folder, report, here=here)
 

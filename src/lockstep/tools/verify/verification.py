@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from rich.console import Console
 from torch import nn
 
@@ -23,6 +23,7 @@ from lockstep.observe.run_folder import SUMMARY, RunFolder
 from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
+from lockstep.tools.replay.replaying import ReplayRequest, begin
 from lockstep.tools.verify import signing
 from lockstep.training import resume
 
@@ -37,15 +38,6 @@ class VerifyOptions:
     sign: Path | None
     check: Path | None
     trusts: bool
-
-
-class SegmentRequest(BaseModel):
-    checkpoint: Path | None
-    """Checkpoint to start from; None: from the beginning of the run."""
-    until: int
-    """Last step of the interval that is run again."""
-    numeric: dict[str, Any]
-    """The numeric recipe of its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +161,7 @@ def _run_again(run: StoredRun, options: VerifyOptions, console: Console) -> int:
     about = f", about {seconds:,.0f} s at its speed" if speed.train_samples_per_second else ""
     console.print(f"{steps:,} of {max(run.kept):,} steps are run again{about}", soft_wrap=True)
     report, code = trials.timed_lines(console), VERIFIED
-    with trials.forking(run.recipe, "verify"):
+    with trials.forking(run.recipe, "replay"):
         for first, until in found:
             if code == VERIFIED:
                 code, what = _run_interval(run, first, until)
@@ -199,23 +191,26 @@ def _run_interval(run: StoredRun, first: int, until: int) -> tuple[int, str]:
     has_own_bits = bool(recipe.parallel.numeric(expected.world_size))
     most = expected.world_size if has_own_bits else max(1, devices.count_gpus() or cores() // recipe.run.threads)
     processes = min(expected.world_size, most)
-    with trials.temporary_folder("lockstep-verify-") as folder:
-        checkpoints = folder / "checkpoints"
-        if (steering := recipe.folder / "steering.jsonl").exists():  # what observers asked for is done again
-            storage.write(folder / steering.name, storage.read_regular(steering, storage.MOST_JSON_BYTES))
-        sections = trials.without_interruptions(recipe, folder, steps=until)
-        sections["checkpoint"]["mirror"], sections["schedule"] = None, {}
-        sections |= {"train": {"stop_metric": None, "max_minutes": None}, "observe": {"sinks": (), "file": None}}
-        varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(processes))
-        start = layout.folder_of(recipe.folder.absolute() / "checkpoints", first) if first in run.kept else None
-        request = SegmentRequest(checkpoint=start, until=until, numeric=dict(expected.numeric))
-        trial = trials.run(varied, folder, task="verify", request=request, processes=processes)
+    own = layout.folder_of(recipe.folder.absolute() / "checkpoints", first)
+    request = ReplayRequest(
+        checkpoint=own if first in run.kept else recipe.run.parent,
+        until=until,
+        numeric=dict(expected.numeric),
+        processes=processes,
+        parallel=recipe.parallel.kind,
+        opens=False,
+        saves=True,
+        verifies=True,
+    )
+    with trials.temporary_folder("lockstep-verify-") as outer:
+        begin(folder := outer / "run", recipe.folder)
+        trial = request.run(recipe, folder, lambda _: None)
         if differing := next(iter(trials.results(folder, list[tuple[str, Any, Any]])), []):
             is_machine = all("." not in name and name != "threads" for name, _, _ in differing)
             what = "; ".join(layout.described(*each) for each in differing)
             return (INCOMPARABLE, f"bits cannot be compared here ({what})") if is_machine else (WRONG, what)
         trial.checked()
-        found = layout.read_manifest(layout.folder_of(checkpoints, until))
+        found = layout.read_manifest(layout.folder_of(folder / "checkpoints", until))
     same = (found.digest, found.progress["chain"]) == (expected.digest, expected.progress["chain"])
     what = f"the same weights, {found.digest[:16]}" if same else f"{found.digest[:16]}, not {expected.digest[:16]}"
     return (VERIFIED if same else WRONG), what
