@@ -1,6 +1,7 @@
 """`lockstep bisect`: the first step, and in it the first module, gradient or sum, at which two runs differ."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from rich.console import Console
 
@@ -20,20 +21,23 @@ def first_unequal(a: Facts, b: Facts) -> tuple[int, int | None]:
     return max((step for step in common if first is None or step < first), default=0), first
 
 
-def bisect(runs: Sequence[LoggedRun], console: Console) -> int:
-    """Find where the logs part, run both again there, traced, and print what differs first; return 0 if nothing does,
-    else 1. Raises CheckpointError, TrialFailed."""
+def bisect(runs: Sequence[LoggedRun], console: Console, *, hidden: str = "") -> int:
+    """Find where the logs part, run both again there, traced, and print what differs first, without `hidden` in paths;
+    return 0 if nothing does, else 1. Raises CheckpointError, TrialFailed."""
     equal, first = first_unequal(*(run.log.facts for run in runs))
     if first is None:
-        console.print(f"the chains are equal up to step {equal}, the last one that both have logged")
+        console.print(f"same bits: the chains are equal up to step {equal}, the last one that both have logged")
         return 0
     console.print(f"by the logs, the chains are equal up to step {equal}, and differ at step {first}", soft_wrap=True)
     report, traces, facts, own = trials.timed_lines(console), [], list[Facts](), list[str]()
-    with trials.forking(runs[0].recipe, "replay"), trials.temporary_folder("lockstep-bisect-") as folder:
+    own_code = all(run.placed is None for run in runs)
+    forking = trials.forking(runs[0].recipe, "replay") if own_code else nullcontext()
+    with forking, trials.temporary_folder("lockstep-bisect-") as folder:
         for name, run in zip("AB", runs, strict=True):
-            trials.prepared(run.recipe)
+            if own_code:
+                trials.prepared(run.recipe)
             request = run.started(ReplayRequest(first=equal + 1, last=first, opens=False, traced_from=equal + 1))
-            report(f"{name}: steps {request.start + 1} to {first} of {run.folder} ...")
+            report(f"{name}: steps {request.start + 1} to {first} of {run.log.name} ...")
             run.again(request, folder / name, report).checked()
             traces.append(read(folder / name))
             facts.append(evidence(folder / name).facts)
@@ -41,7 +45,7 @@ def bisect(runs: Sequence[LoggedRun], console: Console) -> int:
                 own.append(f"{name}: its log is not reproduced here; what differs in it is not only its code and data")
     difference, (_, step) = first_difference(*traces), first_unequal(*facts)
     if difference:
-        console.print(explained(difference, traces[0], COMPARED), soft_wrap=True)
+        console.print(explained(difference, traces[0], COMPARED).replace(hidden, ""), soft_wrap=True)
     elif step is not None:
         name = next(name for name in LOGGED if facts[0][step].get(name) != facts[1][step].get(name))
         values = " and ".join(repr(each[step].get(name)) for each in facts)

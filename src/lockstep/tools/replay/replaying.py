@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -113,6 +113,8 @@ class LoggedRun:
     folder: Path
     log: Evidence
     trusts: bool
+    placed: Callable[[], AbstractContextManager[None]] | None = None
+    """Context in which its processes are started with code of another revision; None for the code of this process."""
 
     @classmethod
     def at(cls, path: Path, overrides: Sequence[str] = (), *, trusts: bool) -> Self:
@@ -146,7 +148,8 @@ class LoggedRun:
         """Train again in a new folder, with what observers asked for."""
         begin(folder, self.folder)
         self.authorize()  # another run may have been since
-        return request.run(self.recipe, folder, report, here=here)
+        with (self.placed or nullcontext)():
+            return request.run(self.recipe, folder, report, here=here)
 
     def plan(self, request: ReplayRequest) -> str:
         """Say what has to be run again, and for about how long."""
