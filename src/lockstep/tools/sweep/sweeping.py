@@ -15,10 +15,13 @@ from rich.text import Text
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted
 from lockstep.base.lifetime import Started
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.observe.watch.run_state import LAUNCH, RunState
+from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trial_processes
+from lockstep.tools.sweep import shared_steps
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
@@ -86,7 +89,20 @@ class Trials:
                 failed = {"state": "failed", "note": str(error).splitlines()[-1]}
                 self.ended(trial.model_copy(update=failed))
                 continue
+            recipe = self._forked(trial, recipe)
             yield kind(trial=trial, recipe=recipe, trust=trust, metric=sweep.metric, judge=_make_judge(sweep))
+
+    def _forked(self, trial: SweepTrial, recipe: Recipe) -> Recipe:
+        """Have a trial go on from a checkpoint of an earlier one, if both are the same training until there. Pruning
+        compares evaluations by their number, and so needs all of them."""
+        if self.plan.sweep.prune != "none":
+            return recipe
+        ended = (each for each in self.plan.sweep.trials if each.state == "finished")
+        recipe = shared_steps.forked(recipe, (self.plan.recipe(each)[0] for each in ended))
+        if (parent := recipe.run.parent) is not None:
+            what = f"{trial.name} goes on after step {layout.step_of(parent)} of {parent.parents[1].name}"
+            self.console.print(f"{what}: up to there both are the same training", soft_wrap=True)
+        return recipe
 
     def _next(self, active: Collection[int]) -> SweepTrial | None:
         """Return an interrupted trial whose number is not among the active ones, or a new one; None at the end."""
