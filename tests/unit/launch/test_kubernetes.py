@@ -37,10 +37,6 @@ EVERYTHING = {
     "memory": "512Gi",
     "shared_memory": "64Gi",
     "port": 29500,
-    "node_selector": {"pool": "h100", "spot": "y"},
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-    "service_account": "trainer",
-    "image_pull_secrets": ["registry"],
     "user": 4000,
     "pod_restarts": 10,
     "grace_seconds": 600,
@@ -50,6 +46,10 @@ EVERYTHING = {
     "extra": {
         "metadata": {"annotations": {"example.org/rdma": "on"}},
         "spec": {
+            "serviceAccountName": "trainer",
+            "imagePullSecrets": [{"name": "registry"}],
+            "nodeSelector": {"pool": "h100", "spot": "y"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
             "volumes": [{"name": "shared-memory", "emptyDir": {"sizeLimit": "32Gi"}}, {"name": "raw", "emptyDir": {}}],
             "containers": [{"name": "node", "volumeMounts": [{"name": "raw", "mountPath": "/raw"}]}],
         },
@@ -59,7 +59,10 @@ GOLDEN = {
     "jobset-one.yaml": LEAST,
     "jobset-everything.yaml": {
         **EVERYTHING,
-        "extra": {**EVERYTHING["extra"], "spec": {**EVERYTHING["extra"]["spec"], "priorityClassName": "high"}},
+        "extra": {
+            **EVERYTHING["extra"],
+            "spec": {**EVERYTHING["extra"]["spec"], "priorityClassName": "high", "automountServiceAccountToken": True},
+        },
     },
     "trainjob.yaml": {**LEAST, "resource": "trainjob", "nodes": 2, "gpus": 1, "runtime": "torch-large"},
     "trainjob-everything.yaml": {**EVERYTHING, "resource": "trainjob"},
@@ -260,7 +263,6 @@ def test_text_of_several_lines_is_written_as_it_is():
         ({"memory": "1Gi", "shared_memory": "1Gi"}, "less than launch.memory"),
         ({"mount": "data"}, "absolute folder"),
         ({"mount": "/a/../b"}, "absolute folder"),
-        ({"tolerations": [{"efect": "NoSchedule"}]}, "did you mean 'effect'"),
         ({"extra": {"containers": []}}, "put it under spec"),
         ({"resource": "job"}, "'jobset' or 'trainjob'"),
         ({"user": 0}, "greater than or equal to 1"),

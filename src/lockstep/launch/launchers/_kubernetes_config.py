@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator
 
 from lockstep.base.config import MANY
-from lockstep.base.errors import nearest
 from lockstep.launch.launch_config import LiveLaunchSection
 
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -16,7 +15,6 @@ SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 LONGEST_NAME = 45
 """Pods are named NAME-node-0-9999-abcde, with at most 63 characters."""
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-TOLERATION = {"key", "operator", "value", "effect", "tolerationSeconds"}
 
 Name = Annotated[str, StringConstraints(pattern=rf"^{SUBDOMAIN}$", max_length=253)]
 Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$")]
@@ -66,14 +64,6 @@ class Config(LiveLaunchSection):
     """Port of the rendezvous on the first pod."""
     runtime: Name = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""
-    node_selector: dict[str, str] = {}
-    """Labels of the Kubernetes nodes that pods may run on."""
-    tolerations: tuple[dict[str, Any], ...] = ()
-    """Tolerations of the pods, in Kubernetes' notation: [{key: gpu, operator: Exists, effect: NoSchedule}]."""
-    service_account: Name | None = None
-    """The pods' service account; without one no API token is mounted."""
-    image_pull_secrets: tuple[Name, ...] = ()
-    """Secrets for pulling the image."""
     user: int | None = Field(1000, ge=1, lt=2**31)
     """The user and group that pods run as and that owns the volume; null: that of the image or the cluster, never
     root."""
@@ -83,7 +73,7 @@ class Config(LiveLaunchSection):
     join_timeout_seconds: float = Field(1800.0, gt=0, le=MANY)
     """How long the rendezvous waits: a cluster may need minutes for a new node, and six to give up a lost one."""
     extra: dict[str, Any] = {}
-    """Anything else, merged into the pod template: {spec: {priorityClassName: high}}."""
+    """Anything else, merged into the pod template: {spec: {nodeSelector: {pool: h100}, priorityClassName: high}}."""
 
     @field_validator("shared_memory")
     @classmethod
@@ -91,13 +81,6 @@ class Config(LiveLaunchSection):
         if "memory" in info.data and size_of(size) >= size_of(info.data["memory"]):
             raise ValueError(f"should be less than launch.memory ({info.data['memory']}), which includes it")
         return size
-
-    @field_validator("tolerations")
-    @classmethod
-    def _are_known(cls, tolerations: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        for key in {key for toleration in tolerations for key in toleration} - TOLERATION:
-            raise ValueError(f"there is no {key!r} in a toleration{nearest(key, sorted(TOLERATION))}")
-        return tolerations
 
     @field_validator("extra")
     @classmethod

@@ -20,6 +20,8 @@ MARGIN_SECONDS = 30
 """Added to launch.grace_seconds for the pods' grace period: nodes notify each other before they leave."""
 FINAL = sorted({CheckpointError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code})
 """Exit codes that any further start would end with, too."""
+OF_THE_RUNTIME = {"restartPolicy", "automountServiceAccountToken", "enableServiceLinks", "ports"}
+"""Fields of a pod and its container that a TrainJob's patch may not set."""
 Values = dict[str, Any]
 """A YAML mapping."""
 
@@ -55,11 +57,14 @@ def manifest(section: Config, request: Request, *, name: str, recipe: Values, th
         interrupted=Interrupted.exit_code,
         quote=shlex.quote,
     )
+    labels = {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": name}
+    scope = {"namespace": section.namespace} if section.namespace else {}
     text = render(
-        "launch/launchers/kubernetes.yaml.j2",
+        "launch/launchers/pod.yaml.j2",
         section=section,
         job=name,
-        run=run,
+        labels=labels,
+        metadata=lambda of: {"name": of, **scope, "labels": labels, "annotations": {"lockstep/run": run}},
         file=request.recipe.name,
         recipe=yaml.dump(recipe, Dumper=YamlDumper, sort_keys=False, allow_unicode=True),
         recipes=RECIPES,
@@ -70,9 +75,8 @@ def manifest(section: Config, request: Request, *, name: str, recipe: Values, th
         interrupted=Interrupted.exit_code,
         yaml=_quoted,
     )
-    config_map, resource = yaml.safe_load_all(text)
-    spec = _job_spec(resource)
-    spec["template"] = merge(spec["template"], section.extra)
+    config_map, pod, resource = yaml.safe_load_all(text)
+    _fill(resource, pod, section.extra)
     header = (
         f"# Lockstep run {run}. Written by `lockstep train`, which overwrites it.\n"
         "# By hand: kubectl apply -f THIS_FILE. To stop the run, with a checkpoint: kubectl delete -f THIS_FILE.\n"
@@ -88,12 +92,20 @@ def _quoted(value: Any) -> str:
     return text.rstrip("\n")
 
 
-def _job_spec(resource: Values) -> Values:
-    """Return the spec of the replicated Job, in a JobSet or in a TrainJob's patch."""
+def _fill(resource: Values, pod: Values, extra: Values) -> None:
+    """Put the pod template, with what a user adds to it, into a JobSet, or into a TrainJob's trainer and patch."""
     spec = resource["spec"]
     if resource["kind"] == "TrainJob":
+        for fields in (pod["spec"], pod["spec"]["containers"][0]):
+            for name in OF_THE_RUNTIME & fields.keys():
+                del fields[name]
+    pod = merge(pod, extra)
+    if resource["kind"] == "TrainJob":
+        node = pod["spec"]["containers"][0]
+        spec["trainer"] |= {name: node.pop(name) for name in ("image", "command", "args", "env")}
+        spec["trainer"]["resourcesPerNode"] = node.pop("resources")
         spec = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
-    return spec["replicatedJobs"][0]["template"]["spec"]
+    spec["replicatedJobs"][0]["template"]["spec"]["template"] = pod
 
 
 class ManifestDumper(YamlDumper):
