@@ -20,8 +20,8 @@ MARGIN_SECONDS = 30
 """Added to launch.grace_seconds for the pods' grace period: nodes notify each other before they leave."""
 FINAL = sorted({CheckpointError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code})
 """Exit codes that any further start would end with, too."""
-OF_THE_RUNTIME = {"restartPolicy", "automountServiceAccountToken", "enableServiceLinks", "ports"}
-"""Fields of a pod and its container that a TrainJob's patch may not set."""
+OF_THE_RUNTIME = {"restartPolicy", "automountServiceAccountToken", "enableServiceLinks"}
+"""Fields of a pod that a TrainJob's patch may not set."""
 Values = dict[str, Any]
 """A YAML mapping."""
 
@@ -96,9 +96,7 @@ def _fill(resource: Values, pod: Values, extra: Values) -> None:
     """Put the pod template, with what a user adds to it, into a JobSet, or into a TrainJob's trainer and patch."""
     spec = resource["spec"]
     if resource["kind"] == "TrainJob":
-        for fields in (pod["spec"], pod["spec"]["containers"][0]):
-            for name in OF_THE_RUNTIME & fields.keys():
-                del fields[name]
+        pod["spec"] = {name: value for name, value in pod["spec"].items() if name not in OF_THE_RUNTIME}
     pod = merge(pod, extra)
     if resource["kind"] == "TrainJob":
         node = pod["spec"]["containers"][0]
