@@ -102,10 +102,8 @@ class ReplayTask(TrainTask, Hooks):
 
         training.steps = steps
         if request.traced_from is not None:
-            file, middle = (
-                self.recipe.folder / f"trace-{self.world.rank}.jsonl",
-                min(request.until, parts.total_steps) // 2,
-            )
+            file = self.recipe.folder / f"trace-{self.world.rank}.jsonl"
+            middle = min(request.until, parts.total_steps) // 2
 
             def is_golden(micro_batch: MicroBatch) -> bool:
                 return micro_batch.step in (0, middle) and micro_batch.shard < TRACED_SHARDS
