@@ -35,7 +35,7 @@ test: setup
 
 # All tests but the matrix and the long runs, those in a browser, on Slurm and on Ray among them: what CI runs after `make check`.
 test-all: setup packages
-	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=5 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=2 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
 # How long each test takes, by which later runs choose and share them out: tests/durations.json.
 durations: setup packages

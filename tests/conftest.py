@@ -27,6 +27,7 @@ from data_files import write_digits, write_news
 from fuzzing import Commands
 from places import DATA, GPU_TESTS_ON, TESTS
 from rank_pool import Ranks
+from warmed import warm_exports
 from xdist.scheduler import LoadFileScheduling
 
 from lockstep.base import plugins, trust
@@ -174,6 +175,12 @@ def write_durations(reports):
 def browser():
     with opened_browser() as driver:
         yield driver
+
+
+@pytest.fixture(autouse=True, scope="session")
+def exports_of_these_processes():
+    with warm_exports():
+        yield
 
 
 @pytest.fixture(scope="session")

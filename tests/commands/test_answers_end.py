@@ -112,7 +112,7 @@ def answered_by_transformers(export, questions):
         yield text
 
 
-DAILY = ("gemma", "chatml on a base model", "bytes")
+DAILY = ("chatml on a base model", "bytes")
 
 
 @pytest.mark.timeout(200)

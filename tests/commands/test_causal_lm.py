@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from causal_models import VOCABULARY, config_of, saved
+from members import further
 from running import lockstep, summary
 
 from lockstep.base.contracts import DataSpec
@@ -87,6 +88,7 @@ def kind(folder, request):
     return request.param
 
 
+@pytest.mark.parametrize("kind", ["llama", *further("gpt2", "qwen2", "qwen3")], indirect=True)
 def test_the_same_bits_and_metrics_on_any_cluster(folder, kind):
     expected = summary(folder, kind)
     for variant in MODELS[kind]:

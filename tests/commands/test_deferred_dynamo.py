@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from members import further
 
 CONFIG = "data: {kind: digits, limit: 64}\ntrain: {steps: 2, global_batch: 16}\n"
 RUN = """
@@ -54,7 +55,7 @@ assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable is not torch
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "single"])
+@pytest.mark.parametrize("kind", ["ddp", *further("single")])
 def test_training_does_not_import_it(tmp_path, kind):
     (tmp_path / "c.yaml").write_text(CONFIG)
     words = [sys.executable, "-c", RUN, f"parallel.kind={kind}"]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
+from warmed import warm_launchers
 
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
@@ -68,7 +69,8 @@ def measured(tmp_path_factory):
     (folder / "my_model.py").write_text(WIDE)
     (folder / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(folder / "c.yaml", [f"model.file={folder / 'my_model.py'}"])
-    return recipe, measure(recipe, EstimateOptions(world_sizes=(1, 2), seconds=0.1), report=lambda _: None)
+    with warm_launchers():
+        return recipe, measure(recipe, EstimateOptions(world_sizes=(1, 2), seconds=0.1), report=lambda _: None)
 
 
 def told(measured, folder, **wish):

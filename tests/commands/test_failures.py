@@ -164,7 +164,7 @@ def test_a_rank_that_dawdles_is_named_and_training_goes_on(folder):
 
 def test_a_collective_that_takes_too_long_restarts_the_run(folder, undisturbed):
     """After a report on what the ranks do; the message names the setting."""
-    settings = ["data.options.once=true", "data.options.seconds=20", "launch.collective_timeout_seconds=5", RESTART]
+    settings = ["data.options.once=true", "data.options.seconds=9", "launch.collective_timeout_seconds=3", RESTART]
     done = train(folder, "sleep", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     reported = done.stderr.index("rank 1 is in mine.py:16 `fault`")
@@ -187,7 +187,7 @@ def test_a_rank_that_never_comes_back_is_started_again(folder, undisturbed):
 
 def test_a_frozen_process_is_noticed_and_the_run_goes_on(folder, undisturbed):
     """The agent sees nothing: the process is there. It is the one whose thread watches, so another takes over."""
-    settings = ["data.options.fault=slow", "launch.failure_timeout_seconds=3", "launch.processes=2", RESTART]
+    settings = ["data.options.fault=slow", "launch.failure_timeout_seconds=2", "launch.processes=2", RESTART]
     process = started(folder, "train", "c.yaml", *SETTINGS, *settings)
     wait_for_steps(folder / "runs" / "a", 2)
     frozen = workers(process)[0]

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from members import further
 from running import lockstep, started, summary, workers
 from torch.nn import functional as F
 
@@ -215,7 +216,7 @@ def bits(found):
 
 @pytest.mark.parametrize(
     "variant",
-    ["fsdp", "pipeline", *(pytest.param(v, marks=pytest.mark.matrix) for v in ("two", "three", "recomputed"))],
+    ["pipeline", *further("fsdp", "two", "three", "recomputed")],
 )
 def test_the_same_bits_and_metrics_on_any_cluster(folder, brief, variant):
     assert bits(train(folder, variant, *BRIEF, *VARIANTS[variant])) == bits(brief)

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from members import further
 from PIL import Image
 from running import lockstep, summary
 from served import as_text, png, serving
@@ -88,7 +89,7 @@ def train(folder, model, variant):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", ["resnet", "convnext", pytest.param("vit", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("model", ["resnet", *further("convnext", "vit")])
 def test_the_same_bits_and_metrics_on_any_cluster(folder, model):
     expected = train(folder, model, "one")
     for variant in MODELS[model]:

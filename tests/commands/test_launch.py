@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from members import further
 from running import LONG, SHORT, family, left_of, lockstep, started, summary, typed, wait_for_steps, workers
 from safetensors.torch import load_file
 
@@ -20,7 +21,7 @@ def config(tmp_path):
 
 @pytest.mark.core
 def test_pulse(config):
-    """Train, kill -9 in mid-epoch, resume, evaluate, export, as typed: the digest of the run that was not disturbed."""
+    """Train, kill -9 in mid-epoch, resume, evaluate, export, the first and the last as typed: the digest of the run that was not disturbed."""
     whole = typed(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     arguments = ["train", "c.yaml", *SHORT, "run.name=killed", "launch.processes=2", "checkpoint.every_steps=3"]
@@ -38,7 +39,7 @@ def test_pulse(config):
     assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
     assert summary(config, "killed")["evaluation"] == summary(config, "whole")["evaluation"]
 
-    measured = typed(config, "evaluate", "runs/killed")
+    measured = lockstep(config, "evaluate", "runs/killed")
     assert measured.returncode == 0, measured.stderr
     found = json.loads((config / "runs" / "killed" / "evaluation.json").read_text())
     assert found["samples"] == 355
@@ -55,7 +56,7 @@ def test_pulse(config):
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, *further(signal.SIGTERM)], ids=lambda n: n.name)
 def test_a_signal_ends_all_processes_and_leaves_a_resumable_run(config, number):
     """Ctrl-C goes to the whole group, SIGTERM to the launcher alone; both end long before grace_seconds (120)."""
     process = started(config, "train", "c.yaml", *LONG, "run.name=a", "launch.processes=2")

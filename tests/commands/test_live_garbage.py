@@ -1,6 +1,5 @@
 """launch.recovery=live: whoever sends nonsense to what a run listens on changes nothing."""
 
-import multiprocessing
 import random
 import select
 import signal
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from chaos import DIGITS, Chaos, differences, final_state, undisturbed
+from rank_pool import FORKING
 from running import family, started, wait_for_steps, workers
 from torch.distributed import DistError
 
@@ -146,8 +146,7 @@ def prove_to_each_other(rank, port, secret):
     ],
 )
 def test_processes_prove_to_each_other_that_they_know_the_secret(free_port, other, said):
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
+    with ProcessPoolExecutor(2, mp_context=FORKING) as pool:
         found = [pool.submit(prove_to_each_other, *each) for each in [(0, free_port, b"a" * 32), (1, free_port, other)]]
         assert [each.result(60) for each in found] == said
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import httpx
 import numpy as np
 import pytest
+import warm
 from exporting import text_case
 from PIL import Image
 from places import ROOT
@@ -39,10 +40,9 @@ PIXELS = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
 
 
 def script(folder, text):
-    """Run it as a file, without a guard -> what it prints."""
+    """Run it as a file, without a guard, in a process forked from a warm one -> what it prints."""
     (folder / "script.py").write_text(text)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 180}
-    done = subprocess.run([sys.executable, "script.py"], cwd=folder, **pipes)
+    done = warm.run(["script.py"], cwd=folder, timeout=180, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -99,7 +99,6 @@ def folder(tmp_path_factory):
 def test_equal_bits_on_any_number_of_processes(ranks, folder):
     variants = {
         "one": ["launch.processes=1"],
-        "two": ["launch.processes=2"],
         "fsdp": ["launch.processes=2", "parallel.kind=fsdp"],
         "pipeline": ["launch.processes=2", "parallel.kind=pipeline"],
         "again": ["launch.processes=1", "train.recompute=true"],

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
+from warmed import warm_launchers
 
 from lockstep.cli import _app
 from lockstep.tools.scale.scaling import ScaleRow
@@ -27,7 +28,8 @@ def scale(tmp_path, monkeypatch):
 
     def call(*arguments, kind="ddp"):
         (tmp_path / "c.yaml").write_text(CONFIG.replace("KIND", kind))
-        result = CliRunner().invoke(_app.app, ["scale", "c.yaml", *arguments])
+        with warm_launchers():
+            result = CliRunner().invoke(_app.app, ["scale", "c.yaml", *arguments])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, result.stdout + result.stderr
 

@@ -47,7 +47,7 @@ def test_schemathesis(takes, request):
     """All its checks: statuses and bodies as they are told, no server error, wrong input refused, right input taken."""
     server = request.getfixturevalue(takes)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    command += ["--max-examples", "15", "--seed", "7", "--no-color", "--exclude-path", "/-/reload"]
+    command += ["--max-examples", "8", "--seed", "7", "--no-color", "--exclude-path", "/-/reload"]
     if takes == "images":  # no schema can say which base64 is a picture
         command += ["--exclude-checks", "positive_data_acceptance"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)

@@ -92,7 +92,7 @@ def test_from_python(tmp_path, stdin):
     if stdin:
         text = json.dumps(SECTIONS)  # which is YAML, too
         (tmp_path / "c.yaml").write_text(text)
-        done = command(tmp_path, "train", "c.yaml", "run.name=one", "launch.processes=1", "launch.kind=spawn")
+        done = command(tmp_path, "train", "c.yaml", "run.name=one", "launch.processes=1")
         assert done.returncode == 0, done.stderr
         assert summary(tmp_path, "one")["digest"] == digest
 

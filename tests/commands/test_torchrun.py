@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 from places import ROOT
 
 SCRIPTS = ROOT / "scripts"
@@ -52,7 +53,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digest(folder):
     """Of a lone process, which nothing launches."""
-    ran(folder, [sys.executable, *worker("one")])
+    done = warm.run([*worker("one")[1:]], cwd=folder, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
     digest, world_size = found(folder, "one")
     assert world_size == 1
     return digest

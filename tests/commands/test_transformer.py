@@ -128,6 +128,7 @@ def test_a_name_that_cannot_be_loaded_says_how_to_mend_it(name, message, tmp_pat
         built(name)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_real_mnist_learns(shared_data, tmp_path):
     """A tenth of real MNIST, one epoch, two processes: 0.935 to 0.954 in twelve runs (six seeds, two orders each)."""

@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_imported(train, case):
     assert said in found.output
 
 
-@pytest.mark.parametrize("where", ["left process", "left command", "left thread"])
+@pytest.mark.parametrize("where", ["left command", "left thread", *further("left process")])
 def test_what_is_left_behind_is_not_waited_for(tmp_path, where):
     (tmp_path / "mine.py").write_text(FILE)
     (tmp_path / "c.yaml").write_text(CONFIG.replace("WHERE", where).replace("FAULT", "none"))

@@ -105,7 +105,6 @@ def test_the_start_is_the_same_on_several_processes(folder):
     digests = set()
     for name, settings in {
         "one": [],
-        "two": ["launch.processes=2"],
         "fsdp": ["launch.processes=2", "parallel.kind=fsdp"],
         "pipeline": ["launch.processes=2", "parallel.kind=pipeline"],
     }.items():

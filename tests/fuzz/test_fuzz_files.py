@@ -18,7 +18,7 @@ from lockstep.inference import trained_model
 
 SEED = 20261
 INPUTS = {"checkpoint": 40, "run folder": 30, "job file": 20, "export": 50}
-QUICK = 3
+QUICK = 5
 """Of so many damages, one is tried in the quick tests, all in the matrix."""
 EXPORTS = ("safetensors", "state_dict", "torch_export")
 CONFIG = """

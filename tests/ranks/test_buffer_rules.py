@@ -3,6 +3,7 @@ one after the other; not declared, they are refused by name."""
 
 import pytest
 import torch
+from members import further
 from strategy_runs import Network, images, prepared
 from torch import nn
 
@@ -21,6 +22,7 @@ LAYOUTS = [
     ("pipeline", 4, {"stages": 2}),
     ("pipeline", 2, {"schedule": "interleaved"}),
 ]
+FEW = [("ddp", 2, {}), ("fsdp", 3, {}), ("pipeline", 2, {})]
 
 
 class Keys(nn.Module):
@@ -122,10 +124,13 @@ def expected(name):
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_in_order_leaves_what_one_process_leaves(ranks, name):
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("Keys", LAYOUTS), ("Range", FEW), ("Ring", FEW), *further(("Range", LAYOUTS), ("Ring", LAYOUTS))],
+)
+def test_in_order_leaves_what_one_process_leaves(ranks, name, layouts):
     (plain,) = ranks(1, expected, name)
-    for kind, world, config in LAYOUTS:
+    for kind, world, config in layouts:
         for rank, found in enumerate(ranks(world, kept_on_rank, name, "in_order", kind, config)):
             assert found == plain or (kind == "pipeline" and found == [{}] * 4), (kind, world, config, rank)
         assert kind != "pipeline" or ranks(world, kept_on_rank, name, "in_order", kind, config)[0] == plain

@@ -88,7 +88,10 @@ def compared(ranks, task, layouts, train):
                 assert one == other, (kind, world, config, rank, number)
 
 
-@pytest.mark.parametrize("train", [{}, pytest.param({"recompute": True}, id="recomputed")])
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param({}, id="plain", marks=pytest.mark.matrix), pytest.param({"recompute": True}, id="recomputed")],
+)
 def test_buffers_are_the_same_bits_everywhere(ranks, train):
     compared(ranks, (Stateful, images), LAYOUTS, train)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from members import further
 from strategy_runs import Network, images, prepared, trained
 from torch import nn
 
@@ -72,12 +73,20 @@ EVERYWHERE = {
     "fsdp": [(1, {}), (2, {}), (3, {"reshard": False})],
     "pipeline": [(2, {}), (4, {"stages": 2})],
 }
+FEW = {"fsdp": [(2, {})], "pipeline": [(2, {})]}
 
 
-@pytest.mark.parametrize("model", [Doubled, Halves, DoubleHead, Mixed])
-def test_every_strategy_gives_the_bits_of_one_process(ranks, model):
+@pytest.mark.parametrize(
+    ("model", "spread"),
+    [
+        (Mixed, EVERYWHERE),
+        *((each, FEW) for each in (Doubled, Halves, DoubleHead)),
+        *further(*((each, EVERYWHERE) for each in (Doubled, Halves, DoubleHead))),
+    ],
+)
+def test_every_strategy_gives_the_bits_of_one_process(ranks, model, spread):
     (expected,) = ranks(1, trained, (model, images), "single", {}, {})
-    for kind, layouts in EVERYWHERE.items():
+    for kind, layouts in spread.items():
         for world, config in layouts:
             for rank, found in enumerate(ranks(world, trained, (model, images), kind, config, {})):
                 for number, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -17,7 +17,7 @@ from lockstep.core.numerics.checksum import checksum
 from lockstep.run.user_code_checks import UserCodeChecks
 
 SHORT = {"train": {"epochs": None, "steps": 2}, "evaluate": {"every_epochs": None}}
-QUICK = ("Unseeded", "Dice", "Counting", "Ranked")
+QUICK = ("Unseeded", "Counting", "Ranked")
 SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from members import further
 from slowing import SLOWS
 from training_runs import config_in as resolved_in
 from training_runs import lines, run_on_rank
@@ -309,7 +310,7 @@ def test_tables_and_data_of_ones_own_forget(ranks, tmp_path, minilm, kind):
     assert depends in " ".join(certificate(config)["depends_on"])
 
 
-@pytest.mark.parametrize("kind", ["mixture", "chats", "texts"])
+@pytest.mark.parametrize("kind", ["mixture", "chats", *further("texts")])
 def test_mixtures_and_packed_texts_forget(ranks, tmp_path, kind):
     said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
     chats = ({"messages": said, "user": f"u{number}"} for number in range(160))

@@ -69,7 +69,6 @@ def config(tmp_path):
 def test_terms_give_the_same_bits_and_figures_everywhere(ranks, tmp_path, config):
     layouts = {
         "a": (1, {"kind": "single"}),
-        "b": (2, {"kind": "ddp"}),
         "c": (3, {"kind": "ddp"}),
         "d": (2, {"kind": "fsdp"}),
         "e": (2, {"kind": "pipeline"}),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from members import further
 
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import contiguous_by_rank, tree_sum
@@ -73,9 +74,7 @@ def reduced(world, shards, rows, present):
     return results, sent, max(len(each.local_nodes) for each in ranks)
 
 
-@pytest.mark.parametrize(
-    ("world", "shards"), [(64, 64), pytest.param(256, 256, marks=pytest.mark.matrix), (96, 256), (200, 150)]
-)
+@pytest.mark.parametrize(("world", "shards"), [(64, 64), (96, 256), (70, 50), *further((256, 256), (200, 150))])
 def test_every_rank_gets_the_sum_and_sends_no_more_than_a_ring_would(world, shards):
     """A ring all-reduce sends 2 (W-1) messages of n/W elements from each rank. With shards that are not a power of two
     for each rank, a rank contributes several partial sums: more bytes, whose number does not depend on W."""
@@ -223,7 +222,7 @@ def counted(folder, world):
 def test_agreement_and_evaluation_call_no_more_collectives_on_more_ranks(tmp_path):
     """On real process groups: a step's agreement is one all-reduce of a few bytes, and an evaluation waits for the
     others once for eight micro-batches of a rank, of which there are fewer with more ranks."""
-    seen = {world: counted(tmp_path / str(world), world) for world in (2, 8, 32)}
+    seen = {world: counted(tmp_path / str(world), world) for world in (2, 8)}
     for world, ranks in seen.items():
         rounds = -(-64 // world // 8)
         for rank in ranks:

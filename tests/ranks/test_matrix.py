@@ -1,6 +1,7 @@
 """One digest per recipe, whatever the number of processes: {models} x {formats} x {how the step is cut} x {W}.
 
-`make test` runs a covering sample, in which any two values of any two factors meet; `make test-matrix` runs all.
+Each time a covering sample runs, in which any two values of any two factors meet, with worlds of 2, 3 and 5; one row
+meets those of 4 and 8. `make test-matrix` runs all.
 """
 
 import itertools
@@ -23,6 +24,7 @@ FACTORS = Row(
 )
 WORLDS = (2, 3, 4, 5, 8)
 """Each against one process."""
+SAMPLED = (2, 3, 5)
 ROWS = [Row(*values) for values in itertools.product(*FACTORS)]
 
 
@@ -34,8 +36,9 @@ def meetings(row, worlds):
 
 
 def covering_sample():
-    """Rows with two worlds each, picked one after the other: always the one in which most values meet anew."""
-    cases = [(row, worlds) for row in ROWS for worlds in itertools.combinations(WORLDS, 2)]
+    """Rows with a world or two, picked one after the other: always the one in which most values meet anew."""
+    worlds = [*itertools.combinations(SAMPLED, 1), *itertools.combinations(SAMPLED, 2)]  # of equal ones the first
+    cases = [*itertools.product(ROWS, worlds)]
     by_case = {case: meetings(*case) for case in cases}
     missing, chosen = set().union(*by_case.values()), []
     while missing:
@@ -104,8 +107,8 @@ SAMPLE = covering_sample()
 
 def test_the_sample_covers_every_pair():
     met = set().union(*(meetings(row, worlds) for row, worlds in SAMPLE))
-    assert met == set().union(*(meetings(row, WORLDS) for row in ROWS))
-    assert len(SAMPLE) <= 13
+    assert met == set().union(*(meetings(row, SAMPLED) for row in ROWS))
+    assert len(SAMPLE) <= 14
 
 
 def test_the_matrix_can_tell(ranks, small_transformer):
@@ -116,7 +119,9 @@ def test_the_matrix_can_tell(ranks, small_transformer):
 
 
 @pytest.mark.parametrize(
-    ("row", "worlds"), SAMPLE, ids=[f"{row.name}-1,{','.join(map(str, worlds))}" for row, worlds in SAMPLE]
+    ("row", "worlds"),
+    cases := [*SAMPLE, (next(row for row in ROWS if row.model == "noisy"), (4, 8))],
+    ids=[f"{row.name}-1,{','.join(map(str, worlds))}" for row, worlds in cases],
 )
 def test_sample(ranks, small_transformer, row, worlds):
     compare(ranks, row, worlds, small_transformer)

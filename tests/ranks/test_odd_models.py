@@ -1,6 +1,7 @@
 """Models that people bring and that not every strategy can spread: each trains to the same bits, or is refused in words."""
 
 import pytest
+from members import further
 from training_runs import config_in, run_on_rank
 
 from lockstep.base.contracts import DataSpec
@@ -173,6 +174,8 @@ EQUAL = {
     "empty": ("single", "ddp"),
     "nested": ("single", "pipeline"),
 }
+SELDOM = ("sparse bag", "parameter")
+"""Whose way through Lockstep that of "sparse" and of "expanded" is, too."""
 REFUSED = {
     ("sparse function", "single"): "ModelError: an operation gives a sparse gradient for a weight [100, 16]",
     ("sparse function", "ddp"): "ModelError: an operation gives a sparse gradient for a weight [100, 16]",
@@ -216,7 +219,7 @@ def train(ranks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("kind", EQUAL)
+@pytest.mark.parametrize("kind", [*(each for each in EQUAL if each not in SELDOM), *further(*SELDOM)])
 def test_the_bits_of_every_strategy_that_takes_it(train, kind):
     found = [train(kind, strategy) for strategy in EQUAL[kind]]
     assert all(isinstance(each, dict) for each in found), found

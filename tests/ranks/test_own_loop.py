@@ -156,10 +156,12 @@ def summary(folder):
 
 
 def script(folder, *command, **variables):
+    """A file alone is run in a process forked from a warm one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     words = [str(word) for word in command]
-    return subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True, **pipes)
+    opened = warm.Popen if len(words) == 1 else subprocess.Popen
+    return opened(words, cwd=folder, env=environment, start_new_session=True, **pipes)
 
 
 def ended(process, code=0):
@@ -177,7 +179,7 @@ def lone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lone")
     for file in EXAMPLE.iterdir():
         shutil.copy(file, folder)
-    assert ended(script(folder, sys.executable, "after.py")).count("epoch ") == 5
+    assert ended(script(folder, "after.py")).count("epoch ") == 5
     return folder
 
 
@@ -238,7 +240,7 @@ def test_a_killed_script_goes_on(ranks, tmp_path):
     for process in reversed([killed, *psutil.Process(killed.pid).children(recursive=True)]):
         process.kill()
     killed.communicate(timeout=100)
-    stopped = script(own, sys.executable, "slow.py", PAUSE="40", SECONDS="1")
+    stopped = script(own, "slow.py", PAUSE="40", SECONDS="1")
     wait_for(own / "40")
     stopped.send_signal(signal.SIGTERM)
     assert "stopped by a signal after step 4" in ended(stopped, code=75)

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 import torch.distributed as dist
+from members import further
 from places import OWN
 from training_runs import config_in, run_on_rank
 
@@ -132,12 +133,14 @@ OF_SHARD, OF_SUM = "computes wrongly: its gradients of shard", "computes wrongly
     [
         (3, (1, "network.head.fc1", 5), OF_SHARD),
         (3, (0, "network.head.fc1", 5, ALWAYS), "the first module with other outputs is network.head.fc1 (torch.nn"),
-        (3, (2, "network.features.conv1", 4, ALWAYS), "with other outputs is network.features.conv1"),
         (3, (1, "sum", 4), OF_SUM),
-        (2, (1, "network.head.fc1", 5), OF_SHARD),
         (2, (1, "sum", 4), OF_SUM),
         (1, (0, "network.head.fc1", 9), OF_SHARD),
-        (1, (0, "sum", 4), OF_SUM),
+        *further(
+            (3, (2, "network.features.conv1", 4, ALWAYS), "with other outputs is network.features.conv1"),
+            (2, (1, "network.head.fc1", 5), OF_SHARD),
+            (1, (0, "sum", 4), OF_SUM),
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )

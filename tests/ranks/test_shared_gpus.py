@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import lockstep as run_lockstep
+from running import summary
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -121,12 +122,16 @@ def test_the_cpu_can_be_chosen_and_gpus_that_are_not_there_can_be_shared(tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(devices.VISIBLE, raising=False)
     digests = set()
-    for number, override in enumerate(("run.device=auto", "run.device=cpu", "launch.share_gpus=true")):
-        sections = {"run": {"name": f"run-{number}"}, "launch": {"processes": 2}}
-        run = lockstep.train(sections, override, *SHORT)
-        digests.add(run.summary["digest"])
-        assert not run.summary["shares_gpus"]
-        assert run.summary["peak_memory_bytes"] > 2**20
+    (tmp_path / "c.yaml").write_text("launch: {processes: 2}\n")
+    for number, override in enumerate(("run.device=auto", "run.device=cpu")):
+        done = run_lockstep(tmp_path, "train", "c.yaml", f"run.name=run-{number}", override, *SHORT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    lockstep.train({"run": {"name": "run-2"}, "launch": {"processes": 2}}, "launch.share_gpus=true", *SHORT)
+    for number in range(3):
+        found = summary(tmp_path, f"run-{number}")
+        digests.add(found["digest"])
+        assert not found["shares_gpus"]
+        assert found["peak_memory_bytes"] > 2**20
     assert len(digests) == 1
     assert devices.VISIBLE not in os.environ
 

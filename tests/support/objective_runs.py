@@ -18,9 +18,9 @@ VARIANTS = {
 
 
 def brief_runs(ranks, config, settings=SETTINGS):
-    """Brief runs of a config file, of each variant -> their summaries."""
-    name = config.stem
-    return [trained(ranks, config, f"{name}-{each}-brief", *settings, *own, *BRIEF) for each, own in VARIANTS.items()]
+    """Brief runs of a config file -> variant -> summary; two processes are among those that hold parts of a model."""
+    name, kept = config.stem, {each: own for each, own in VARIANTS.items() if each != "two"}
+    return {each: trained(ranks, config, f"{name}-{each}-brief", *settings, *own, *BRIEF) for each, own in kept.items()}
 
 
 def wait_for_checkpoint(checkpoint, seconds=60):

@@ -12,6 +12,7 @@ import torch
 import warm
 
 SHORT = ["train.epochs=4", "data.limit=400", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
+SHORT += ["evaluate.micro_batch=256"]
 LONG = ["train.epochs=1000", *SHORT[1:]]
 
 

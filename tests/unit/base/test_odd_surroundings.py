@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from members import further
 
 from lockstep.base.events import Bus, Warned
 from lockstep.base.world import World
@@ -162,7 +163,7 @@ def test_a_disk_without_inodes_is_told_in_one_line(tmp_path, at, said):
 WORKER = 'python=$1; shift 4; exec "$python" -m lockstep.run.worker "$@"'
 
 
-@pytest.mark.parametrize("start", ["processes: 2", "processes: 1", "kind: spawn", "a worker by itself"])
+@pytest.mark.parametrize("start", ["processes: 2", "a worker by itself", *further("processes: 1", "kind: spawn")])
 def test_a_loopback_that_is_down_is_told_in_one_line(tmp_path, start):
     script, own = (WORKER, []) if start.startswith("a ") else ('exec "$@"', [f"launch={{{start}}}"])
     found = trained_within(["--net"], script, tmp_path, "run.dir=runs", *own)

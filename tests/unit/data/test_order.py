@@ -107,7 +107,7 @@ def test_steps_of_a_window_come_in_any_order():
     lengths = np.arange(1000)
     order = Order(seed=3, samples=995, global_batch=10, micro_batch=5, lengths=lengths, window=10)
     places, rest = np.zeros((10, 10)), []
-    for epoch in range(150):
+    for epoch in range(100):
         means = np.array([lengths[flat(shards)].mean() for shards in epoch_of(order, epoch)])
         for first in range(0, 90, 10):
             places[np.arange(10), np.argsort(np.argsort(means[first : first + 10]))] += 1

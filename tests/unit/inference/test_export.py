@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
 from exporting import listing, names
 from filelock import FileLock
+from members import further
 from places import SUPPORT
 from safetensors.torch import load_file
 
@@ -165,7 +166,7 @@ def rooms(size, seed=0, length=None):
     return {"room": torch.randn(size, 4, generator=generator), "label": torch.randn(size, generator=generator)}
 
 
-@pytest.mark.parametrize("kind", ["pretrained", "onnx", "torch_export"])
+@pytest.mark.parametrize("kind", ["onnx", *further("pretrained", "torch_export")])
 def test_a_model_that_tells_no_classes(tmp_path, kind):
     """Its outputs may be large, and rounding is as much larger; nothing is said of labels."""
     spec = DataSpec(modality="rooms", labels=())

@@ -4,6 +4,7 @@ import exporting
 import pytest
 import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
+from members import further
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
@@ -92,7 +93,7 @@ def test_what_is_called_logits_is_predicted(tmp_path, form):
         assert torch.equal(found.outputs([*batch["image"].numpy()]), logits_of(case.logits(batch)))
 
 
-@pytest.mark.parametrize("kind", ["pretrained", "safetensors", "state_dict", "torch_export", "onnx"])
+@pytest.mark.parametrize("kind", ["pretrained", "onnx", *further("safetensors", "state_dict", "torch_export")])
 def test_weights_in_double_precision_are_kept(tmp_path, kind):
     """fp32 is what is not reduced: a model that is built in float64 is read back bit for bit."""
     case, batch = several(tmp_path / "code", "self.head(x)", double=".double()"), exporting.images(6, seed=9)
@@ -144,7 +145,7 @@ def walks(size, seed=0, length=None):
     return {"steps": torch.randn(size, (length or 5) - seed, 4, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("kind", ["onnx", "torch_export"])
+@pytest.mark.parametrize("kind", ["onnx", *further("torch_export")])
 def test_a_graph_of_one_length_says_what_takes_any(tmp_path, kind):
     case = exporting.user_case(tmp_path, RECURRENT, spec=DataSpec(modality="walks"), batch=walks)
     case.export(tmp_path / "export")
