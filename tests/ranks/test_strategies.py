@@ -146,8 +146,8 @@ def test_recomputing_changes_no_bit(ranks):
 def test_gathering_in_bf16_is_told_and_does_not_depend_on_the_world(ranks):
     settings = {"gather": "bf16"}
     assert plugins.find("parallel.strategies", "fsdp").Config(kind="fsdp", **settings).numeric(2) == {"gather": "bf16"}
-    (expected,) = ranks(1, trained, "images", "single", {}, {})
-    found = [ranks(world, trained, "images", "fsdp", settings, {})[0] for world in (2, 3)]
+    (expected,) = ranks(1, trained, "texts", "single", {}, {})
+    found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3)]
     assert found[0] == found[1] != expected
 
 
