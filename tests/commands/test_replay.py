@@ -196,7 +196,7 @@ def test_a_broken_sample_comes_first(folder, fault, step):
     replayed(folder, "runs/one", "--step", str(step))
     first, second, *_ = facts(folder, step)["samples"]
     assert first["sample"] == bad and first["shard"] == 2
-    assert first["share"] > second["share"]
+    assert first["stands_out"] > second["stands_out"]
 
 
 def test_a_step_that_ended_the_run_is_opened(folder):

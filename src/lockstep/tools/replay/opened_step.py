@@ -31,6 +31,8 @@ from lockstep.training.step import explained_nondeterminism, undo
 Row = dict[str, Any]
 MOST_SHOWN, MOST_CHARACTERS = 10, 2000
 """Number of samples that are described, those that weigh most; length of a text."""
+SIGNS, SMALLEST = {"weight": "gradient", "loss": "loss", "size": "inputs"}, 1e-12
+"""By what a sample may stand out, and the least that counts of each."""
 TOLERANCE = 1e-3
 """Largest relative difference between the loss of a shard and the sum over the outputs of its single samples."""
 NEAR = 0.01
@@ -126,10 +128,7 @@ def opened(
         row = measured(loss, norm, shard=each.shard, samples=list(each.indices))
         shards.append(row)
         samples += sample_rows(model, state, each, total=row["total"])
-    samples.sort(
-        key=lambda row: (row["non_finite_inputs"], row["weight"] if row["weight"] < math.inf else math.inf),
-        reverse=True,
-    )
+    samples = ranked(samples)
     whole = math.fsum(row["weight"] for row in samples if math.isfinite(row["weight"])) or 1.0
     for number, row in enumerate(samples):
         row["share"] = row.pop("weight") / whole
@@ -144,6 +143,23 @@ def opened(
         "samples": samples,
         "modules": statistics.rows(),
     }
+
+
+def ranked(samples: Sequence[Row]) -> list[Row]:
+    """Sort the samples of a step, with how far each stands out from the others, and by what: the largest of its robust
+    z-scores, of the logarithms of its gradient, its loss and the size of its inputs. First comes what is not finite."""
+    scores = np.zeros((len(samples), len(SIGNS)))
+    for column, key in enumerate(SIGNS):
+        logs = np.array([math.log(max(float(row[key] or 0.0), SMALLEST)) for row in samples])
+        known = logs[np.isfinite(logs)] if np.isfinite(logs).any() else np.zeros(1)
+        spread = np.median(np.abs(known - np.median(known))) * 1.4826  # the standard deviation of a normal distribution
+        scores[:, column] = np.nan_to_num((logs - np.median(known)) / max(spread, 1.0), nan=math.inf)
+    best = scores.argmax(axis=1).tolist()
+    found = [
+        {**row, "stands_out": float(own[place]), "by": list(SIGNS.values())[place]}
+        for row, own, place in zip(samples, scores, best, strict=True)
+    ]
+    return sorted(found, key=lambda row: (row["non_finite_inputs"], row["stands_out"]), reverse=True)
 
 
 def chosen(state: TrainState, micro_batches: Sequence[MicroBatch], shard: int | None) -> list[MicroBatch]:
@@ -192,8 +208,10 @@ def sample_row(model: Model, state: TrainState, micro_batch: MicroBatch, *, plac
     one = replace(micro_batch, indices=micro_batch.indices[place : place + 1], term_counts=counts)
     if in_shard:
         vars(model)["loss"] = lambda outputs, _: plain(own(outputs), batch)
-    wrong = sum(int((~torch.isfinite(t)).sum()) for t in nests.tensors(batch) if t.is_floating_point())
-    more = {"sample": one.indices[0], "shard": one.shard, "in_shard": in_shard, "non_finite_inputs": wrong}
+    floats = [t.double() for t in nests.tensors(batch) if t.is_floating_point() and t.numel()]
+    size = max((float(t.square().mean().sqrt()) for t in floats), default=0.0)
+    more: Row = {"sample": one.indices[0], "shard": one.shard, "in_shard": in_shard}
+    more |= {"non_finite_inputs": sum(int((~torch.isfinite(t)).sum()) for t in floats), "size": size}
     try:
         loss, norm = run_alone(state, one if in_shard else replace(one, batch=batch))
         return measured(loss, norm, **more, weight=norm)

@@ -19,14 +19,14 @@ from lockstep.tools.replay.opened_step import MOST_SHOWN, Row
 
 STATISTICS = ("largest", "rms", "zeros", "non_finite", "saturated")
 COLUMNS = {
-    "samples": ("sample", "shard", "loss", "gradient_norm", "share", "label", "origin", "text"),
+    "samples": ("sample", "shard", "loss", "gradient_norm", "share", "stands_out", "by", "label", "origin", "text"),
     "shards": ("shard", "loss", "gradient_norm", "count", "samples"),
     "modules": ("module", *(f"{kind} {each}" for kind in ("outputs", "gradients") for each in STATISTICS)),
     "weights": ("parameter", "rms", "update", "ratio", "learning_rate"),
 }
-TEXTS = ("label", "origin", "text", "samples", "parameter")
+TEXTS = ("by", "label", "origin", "text", "samples", "parameter")
 TITLES = {
-    "samples": "samples, those first that add most to the gradient of the step",
+    "samples": "samples, those first that stand out most from the others",
     "shards": "shards",
     "modules": "modules: outputs, and gradients with respect to them, over the opened shards",
     "weights": "updates of the weights, root mean squares, the largest ratio first",
