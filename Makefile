@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` tests in minutes.
-.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-ray test-gpu durations soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-ray images test-gpu durations soak chaos bench-check check docs pictures format
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -35,7 +35,7 @@ test: setup
 
 # All tests but the matrix and the long runs, those in a browser, on Slurm and on Ray among them: what CI runs after `make check`.
 test-all: setup packages
-	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=2 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=2 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu and not images"
 
 # How long each test takes, by which later runs choose and share them out: tests/durations.json.
 durations: setup packages
@@ -59,6 +59,11 @@ test-slurm: setup
 test-ray: setup
 	@tests/cluster/packages.sh
 	$(BIN)/python -m pytest -m ray
+
+# Builds the images of deploy/ as root on Debian, says how large they are, and runs them: the demo, servers, pods.
+images: setup
+	@scripts/images.sh
+	$(BIN)/python -m pytest -m images
 
 # Fails where there is no GPU; LOCKSTEP_TEST_DEVICE=cpu tries the tests themselves on the CPU.
 test-gpu: setup

@@ -3,7 +3,8 @@
 #   docker run --rm --publish 8000:8000 --volume "$PWD/runs/NAME/export:/model:ro" lockstep-serve
 # To include the export in the image: FROM lockstep-serve, then COPY export /model
 # Installs the CPU build of torch, which is much smaller. GPU build: --build-arg TORCH_INDEX=https://pypi.org/simple
-FROM python:3.11-slim
+ARG BASE=python:3.11-slim
+FROM ${BASE}
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG VERSION=0.1.0
@@ -26,17 +27,20 @@ WORKDIR /opt/lockstep
 # layers that rarely change come first; torch is installed alone and pinned, so that nothing else selects another build
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
-    --constraint constraints.txt torch
+    --constraint constraints.txt torch \
+    && find /usr/local/lib \( -path '*/torch/bin/*' ! -name torch_shm_manager -o -path '*/torch/include' -o -path '*/torch/test' \
+    -o -path '*/site-packages/*/tests' \) -prune -exec rm --recursive {} +
 
-# then the other dependencies, including the server's packages and onnxruntime
+# then the other dependencies, including the server's packages and onnxruntime, without those that only training reads
 COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['serve'], 'onnxruntime', sep='\n')" \
-    > requirements.txt \
-    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+    > needed.txt \
+    && grep -Ev '^(matplotlib|nvidia-ml-py|pooch|pyarrow|scikit-learn|tensorboard|torchmetrics)\b' needed.txt > requirements.txt \
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
+    && find /usr/local/lib -path '*/site-packages/*/tests' -prune -exec rm --recursive {} +
 
-# the source code changes most often, so it comes last
-COPY README.md LICENSE ./
-COPY src ./src
+# the source code changes most often, so it comes last; .dockerignore says what is copied
+COPY . .
 RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build
 
 USER 1000:1000

@@ -1,7 +1,8 @@
 # An image for training. Run in the repository root:
 #   docker build --file deploy/train.Dockerfile --tag lockstep .
 # CPU build of torch, which is much smaller: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
-FROM python:3.11-slim
+ARG BASE=python:3.11-slim
+FROM ${BASE}
 
 ARG TORCH_INDEX=https://pypi.org/simple
 ARG VERSION=0.1.0
@@ -25,7 +26,8 @@ WORKDIR /opt/lockstep
 # layers that rarely change come first; torch is installed alone and pinned, so that nothing else selects another build
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
-    --constraint constraints.txt torch
+    --constraint constraints.txt torch \
+    && find /usr/local/lib \( -path '*/torch/bin/test_*' -o -path '*/torch/test' \) -prune -exec rm --recursive {} +
 
 # then the other dependencies, including those for data sets from the Hugging Face hub
 COPY pyproject.toml ./
@@ -33,9 +35,8 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
     > requirements.txt \
     && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
-# the source code changes most often, so it comes last
-COPY README.md LICENSE ./
-COPY src ./src
+# the source code changes most often, so it comes last; .dockerignore says what is copied
+COPY . .
 RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build
 
 # numeric, so that Kubernetes can verify that it is not root

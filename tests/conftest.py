@@ -53,6 +53,7 @@ SKIPS = (
     "a Ray cluster needs",
     "no chromium",
     "kubectl is not installed",
+    "images need",
     "constraints.txt is that of torch",
     "a torch that is built for GPUs",
 )

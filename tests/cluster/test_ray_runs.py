@@ -173,6 +173,7 @@ def test_three_machines_of_which_one_is_lost(ray, tmp_path, plain):
     assert "another one takes its place once Ray has it" in run.said and "starts again" not in run.said
 
 
+@pytest.mark.matrix
 def test_a_job_that_is_stopped_saves_and_is_resumed(ray, tmp_path, plain):
     """Ray's SIGTERM reaches the processes of both machines."""
     run = Run(ray, tmp_path, "launch.nodes=2", held=(20,))

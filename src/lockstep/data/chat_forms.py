@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from lockstep.base.errors import DataError, few
-from lockstep.data import tables
 from lockstep.data.columns import check_named
 from lockstep.data.in_memory import PlainTexts
 
@@ -142,6 +141,8 @@ class Chats(PlainTexts):
 
     def cells(self, names: Sequence[str]) -> list[list[Any]]:
         """Return the values of keys of the chats' lines, as `columns.Cells`. Raises DataError."""
+        from lockstep.data import tables  # noqa: PLC0415 (imports pyarrow, which a server does without)
+
         with tables.read_errors(self.path):
             rows = dict(tables.json_rows(self.path, partial(check_named, names)))
         return [[rows[line][name] for line in self.lines] for name in names]

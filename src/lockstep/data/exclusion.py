@@ -14,7 +14,6 @@ from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
 from lockstep.data.mixture import Joined
 from lockstep.data.packing import Windows
-from lockstep.data.tables import form_of, open_text, read_errors
 from lockstep.data.token_cache import Tokens
 
 Values = tuple[str, ...]
@@ -42,7 +41,9 @@ def _named_in(file: Path, source: Source) -> np.ndarray:
     """Return the numbers of the samples that a file names. Raises DataError, with the line."""
     if not file.is_file():
         raise DataError(f"data.exclude: there is no file {file}")
-    with read_errors(file):
+    from lockstep.data import tables  # noqa: PLC0415 (imports pyarrow, which a server does without)
+
+    with tables.read_errors(file):
         names, lines = _read(file)
     if not lines:
         raise DataError(f"data.exclude: {file} names no training sample")
@@ -66,6 +67,8 @@ def _number(text: str, source: Source, place: str) -> int:
 def _read(file: Path) -> tuple[Values, dict[Values, int]]:
     """Return the names of the columns, none of a file of numbers, and the values of each line -> its number. Raises
     ValueError, which names the line."""
+    from lockstep.data.tables import form_of, open_text  # noqa: PLC0415 (see above)
+
     with open_text(file) as opened:
         lines = [(number, line.rstrip("\r\n")) for number, line in enumerate(opened, 1) if line.strip()]
     if lines and lines[0][1].strip().isdecimal():
