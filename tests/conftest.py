@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -56,13 +57,16 @@ SKIPS = (
     "images need",
     "constraints.txt is that of torch",
     "a torch that is built for GPUs",
+    "no time is left",
 )
-"""The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
+"""The only reasons for which CI accepts a skip: what they need cannot be had on that machine, time included."""
 WAITING = "cluster"
 """The folder of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 DURATIONS = TESTS / "durations.json"
 """File of tests -> test -> seconds, as `make durations` has measured them; of those below QUICK_SECONDS only the sum."""
 QUICK_SECONDS, OTHERS = 0.7, "others"
+UNTIL, NO_TIME = "LOCKSTEP_TEST_UNTIL", "no time is left"
+"""Variable with the time (seconds since 1970) from which on only quick tests are begun; reason of the others' skips."""
 
 
 def pytest_addoption(parser):
@@ -127,7 +131,18 @@ def pytest_sessionstart(session):
         pytest.exit("no GPU was found, so nothing was tested; LOCKSTEP_TEST_DEVICE=cpu tries these tests on the CPU", 1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    is_late = time.time() > float(os.environ.get(UNTIL, "inf")) and not item.get_closest_marker("core")
+    if is_late and item.name in json.loads(DURATIONS.read_text()).get(file_of(item.nodeid), ()):
+        pytest.skip(NO_TIME)
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    late = [each for each in terminalreporter.stats.get("skipped", []) if each.longrepr[2].endswith(NO_TIME)]
+    if late:
+        words = f"{len(late)} SLOW TESTS WERE NOT RUN: this machine is too slow for the time that CI has; make test-all"
+        terminalreporter.write_line(words, red=True)
     if config.option.markexpr == "gpu" and GPU_TESTS_ON == "cpu":
         terminalreporter.write_line(
             "NO GPU WAS TESTED: these tests ran on the CPU (LOCKSTEP_TEST_DEVICE=cpu)", red=True
