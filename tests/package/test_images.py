@@ -40,12 +40,10 @@ def workspace(images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workspace")
     shutil.copy(ROOT / "examples" / "digits.yaml", folder)
     shutil.chown(folder, 1000, 1000)
-    words = ["run.name=demo", "train.epochs=1", "launch.processes=2"]
-    said = [
-        lockstep(folder, *each)
-        for each in (["train", "digits.yaml", *words], ["evaluate", "runs/demo"], ["export", "runs/demo", "--space"])
-    ]
-    assert "read back" in said[-1]
+    lockstep(folder, "train", "digits.yaml", "run.name=demo", "train.epochs=1", "launch.processes=2")
+    lockstep(folder, "evaluate", "runs/demo")
+    lockstep(folder, "export", "runs/demo")
+    lockstep(folder, "export", "runs/demo", "--space")
     return folder
 
 
