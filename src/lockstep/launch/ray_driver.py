@@ -29,7 +29,7 @@ from lockstep.launch.launchers.ray import SENT, Config, reason_of
 
 POLL_SECONDS = 0.5
 QUIET_SECONDS = 3.0
-"""How long to wait for machines before it is said."""
+"""Seconds of waiting for machines after which a line reports it."""
 REPLACE_SECONDS = 20.0
 """How much later than a loss another launcher starts: until the others have noticed it, and one of them leads."""
 AGAIN = (None, Interrupted.exit_code, PeerLost.exit_code)
@@ -59,7 +59,7 @@ class Machine:
             return address, probe.getsockname()[1]
 
     def run(self, words: Sequence[str], output: str, folder: str) -> tuple[int, str]:
-        """Run a launcher to its end -> its exit code, and what it said, unless that was appended to `output`."""
+        """Run a launcher to its end -> its exit code and its output (empty if appended to the file `output`)."""
         if output:
             _store_code(Path(output).parents[1] / SENT)
         command = [sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *words]
@@ -95,7 +95,7 @@ class Bundle:
     rank: int
     machine: Any
     due: float
-    """When it may start."""
+    """Earliest time of its start (monotonic seconds)."""
 
 
 class RayDriver:

@@ -65,7 +65,7 @@ class DeferredDynamo(ModuleType):
         return fn
 
     def allow_in_graph(self, fn: Any) -> Any:
-        """Return the function; the real module is told later."""
+        """Return the function, and register the call, to be repeated with the real module."""
         if is_imported():
             return imported().allow_in_graph(fn)
         self.marks.append(lambda real: real.allow_in_graph(fn))

@@ -30,7 +30,7 @@ SENT = "ray"
 """Folder in the run's folder with what is sent to the machines: the config and the user's code."""
 MOST_SENT_BYTES = 32 << 20
 MARGIN_SECONDS = 30
-"""Added to launch.grace_seconds: how long Ray waits for the end of a job that was told to stop."""
+"""Seconds added to launch.grace_seconds: Ray's time limit for a stopped job to end."""
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 """Variable that overrides all other addresses of the Jobs API."""
 

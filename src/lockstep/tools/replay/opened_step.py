@@ -32,7 +32,7 @@ Row = dict[str, Any]
 MOST_SHOWN, MOST_CHARACTERS = 10, 2000
 """Number of samples that are described, those that weigh most; length of a text."""
 SIGNS, SMALLEST = {"weight": "gradient", "loss": "loss", "size": "inputs"}, 1e-12
-"""By what a sample may stand out, and the least that counts of each."""
+"""Columns by which samples are ranked, with their names on the page; lower bound of their values."""
 TOLERANCE = 1e-3
 """Largest relative difference between the loss of a shard and the sum over the outputs of its single samples."""
 NEAR = 0.01
