@@ -1,6 +1,7 @@
 """Runs on a real Ray cluster: on one machine and on three, robbed of one, stopped and resumed, with the same bits."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,22 @@ def is_at(folder, step):
     return (folder / f"hold-{step}").exists() and any(int(each.name[5:]) >= step for each in saved)
 """
 """A run waits at what it has saved while a file says so; the code is of two files, which travel with the job."""
+WITHOUT = """
+import runpy
+import sys
+
+
+class NoLockstep:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "lockstep":
+            raise ModuleNotFoundError("No module named 'lockstep'")
+
+
+sys.meta_path.insert(0, NoLockstep())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Program that runs another as in a Python without Lockstep."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +128,10 @@ class Run:
         checkpoints = self.folder / "checkpoints"
         saved = lambda: any(int(each.name[5:]) >= step for each in checkpoints.glob("step-?????????"))  # noqa: E731
         self.until(saved, f"step {step}")
+
+    def host_of(self, node):
+        """The host of a node of the run, which Ray chose."""
+        return re.search(rf"node {node} \((\w+)\) has joined", self.said)[1]
 
     def goes_on(self, step):
         (self.top / f"hold-{step}").unlink()
@@ -206,6 +227,38 @@ def test_a_lost_machine_is_waited_for(ray, tmp_path, plain):
 
 
 @pytest.mark.matrix
+def test_fewer_machines_are_enough(ray, tmp_path, plain):
+    """launch.nodes=2:3 without live recovery: of three machines one is lost, and the two others start again."""
+    run = Run(ray, tmp_path, "launch.nodes=2:3", held=(20, 60))
+    run.submit()
+    run.is_held(20)
+    ray.kill(run.host_of(2))
+    run.goes_on(20)
+    run.is_held(60)
+    run.says("another one takes its place once Ray has it")
+    run.goes_on(60)
+    summary = run.finished()
+    assert (summary["digest"], summary["world_size"]) == (plain, 2)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recovery", ["live", "restart"])
+def test_a_machine_that_is_preempted(ray, tmp_path, plain, recovery):
+    """A machine that is to go ends its Ray processes in order: the run saves, and starts again when Ray has machines."""
+    run = Run(ray, tmp_path, "launch.nodes=3", f"launch.recovery={recovery}", held=(20,))
+    run.submit()
+    run.is_held(20)
+    (tmp_path / "slow").touch()
+    run.goes_on(20)
+    ray.preempt(host := run.host_of(2))
+    run.says("starts again from its newest checkpoint")
+    assert "stopped by a signal after step" in run.said
+    ray.heal(host)
+    (tmp_path / "slow").unlink()
+    assert run.finished()["digest"] == plain
+
+
+@pytest.mark.matrix
 def test_trials_of_a_sweep_are_jobs(ray, tmp_path):
     run = Run(ray, tmp_path)
     words = ["launch.kind=ray", f"launch.address={ray.url}", f"launch.python={sys.executable}", "optim.lr=1e-2,1e-3"]
@@ -226,18 +279,43 @@ def test_doctor_on_all_machines_of_a_job(ray, tmp_path):
     assert len({rank["host"] for rank in ranks}) == 2
 
 
+@pytest.mark.matrix
+def test_the_head_is_lost(ray, tmp_path, plain):
+    """The launchers save when their machines leave the cluster; the next cluster resumes the run."""
+    run = Run(ray, tmp_path, "launch.nodes=2", held=(20,))
+    run.submit()
+    run.is_held(20)
+    (tmp_path / "slow").touch()
+    run.goes_on(20)
+    ray.lose_head()
+    assert "stopped by a signal after step" in run.said
+    ray.start_again()
+    assert "is not known at" in run.lockstep("status", "runs/a").stdout
+    (tmp_path / "slow").unlink()
+    run.submit()
+    assert run.finished()["digest"] == plain
+    assert "resumed after step" in run.said
+
+
 def test_what_a_cluster_cannot_run_is_said_in_one_sentence(ray, tmp_path):
-    """Too few machines; a Python without Lockstep; another version of Ray."""
-    bare, other = tmp_path / "bare", tmp_path / "other"
+    """Too few machines; a Python without Lockstep, on all or one of them; another version of Ray."""
+    bare, partly, other = tmp_path / "bare", tmp_path / "partly", tmp_path / "other"
     bare.write_text(f"#!/bin/sh\nshift 3\nexec {sys.executable} -IS -m lockstep\n")
+    (tmp_path / "without.py").write_text(WITHOUT)
+    hidden = f'[ $(hostname) = node2 ] && exec {sys.executable} -P {tmp_path}/without.py "$@"'
+    partly.write_text(f'#!/bin/sh\n{hidden}\nexec {sys.executable} "$@"\n')
     lie = "import ray, runpy; ray.__version__ = '1.2.3'; runpy.run_module('lockstep.launch.ray_driver', run_name='__main__')"
     other.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -P -c "{lie}" "$@"\n')
     cases = {
         ("launch.nodes=4", "launch.join_timeout_seconds=5"): "the Ray cluster has 3 of 4 machines with 1 CPU, and got",
         (f"launch.python={bare}",): "a machine of the cluster has no package lockstep: install Lockstep",
+        (
+            "launch.nodes=3",
+            f"launch.python={partly}",
+        ): "a machine of the cluster has no package lockstep: install Lockstep",
         (f"launch.python={other}",): "Version mismatch",
     }
-    for program in (bare, other):
+    for program in (bare, partly, other):
         program.chmod(0o755)
     runs = []
     for number, (settings, text) in enumerate(cases.items()):

@@ -13,13 +13,14 @@ DAEMON = """\
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=3000 RAY_health_check_failure_threshold=3
-export RAY_memory_monitor_refresh_ms=0 RAY_prestart_worker_first_driver=0 PYTHONDONTWRITEBYTECODE=1
+export RAY_gcs_rpc_server_reconnect_timeout_s=10 RAY_memory_monitor_refresh_ms=0 RAY_prestart_worker_first_driver=0 PYTHONDONTWRITEBYTECODE=1
 export HOME=/root OMP_NUM_THREADS=1
 case $1 in
 head) set -- --head --port=6379 --dashboard-host=0.0.0.0 --num-cpus=0 "--node-ip-address=$2" ;;
 *) set -- --address={head}:6379 --num-cpus={cpus} "--node-ip-address=$2" ;;
 esac
-exec {python} -P -m ray.scripts.scripts start --block --object-store-memory=80000000 --disable-usage-stats "$@"
+{python} -P -m ray.scripts.scripts start --block --object-store-memory=80000000 --disable-usage-stats "$@"
+exec sleep infinity  # a machine that has left the cluster goes on
 """
 
 
@@ -62,6 +63,29 @@ class RayCluster(Cluster):
         return sum(
             node["raylet"].get("state") == "ALIVE" for node in self.ask("/nodes?view=summary")["data"]["summary"]
         )
+
+    def preempt(self, node):
+        """End a node's Ray in order, and, when its other processes have ended too, the node."""
+        python = [sys.executable, "-P", "-m"]
+        self.run(node, *python, "ray.scripts.scripts", "stop", "--grace-period", "20")
+        self._await("the end of launchers", lambda: not self.has_launcher(node))
+        self.kill(node)
+
+    def lose_head(self):
+        """Kill the head's processes of Ray, and the job's with them; the nodes find out by themselves."""
+        self.run("head", sys.executable, "-P", "-m", "ray.scripts.scripts", "stop", "--force")
+        self._await("the end of launchers", lambda: not any(map(self.has_launcher, self.nodes)))
+
+    def has_launcher(self, node):
+        return self.run(node, "pgrep", "-f", r"lockstep\.(run|__main__)").returncode == 0
+
+    def start_again(self):
+        """Boot all hosts."""
+        for host in [*self.nodes, "head"]:
+            self._kill_host(host)
+        self._boot("head")
+        self._begin()
+        self.calm()
 
     def calm(self):
         """Stop every job, heal every node, and wait until all is idle."""
