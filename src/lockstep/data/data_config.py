@@ -162,9 +162,9 @@ class DataSection(PluginSection):
 class PackedSection(DataSection):
     """Settings of texts that are joined, and cut into samples for language models."""
 
-    MODALITY: ClassVar[str] = "tokens"
-    OBJECTIVE: ClassVar[str] = "causal_lm"
-    PACKS: ClassVar[bool] = True
+    MODALITY = "tokens"
+    OBJECTIVE = "causal_lm"
+    PACKS = True
 
     tokenizer: str = AUTO
     """bytes: each byte is a token; bpe: parts of words, learned from the training texts; a tokenizer of transformers:
@@ -197,7 +197,7 @@ class LabelledSection(DataSection):
 class StreamSection(DataSection):
     """Settings of sources that may be streams: data sets without random access."""
 
-    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"samples_per_epoch", "shuffle_block"}
+    incidental = DataSection.incidental | {"samples_per_epoch", "shuffle_block"}
 
     samples_per_epoch: int | None = Field(None, ge=1, le=1000 * MANY)
     """Samples of an epoch of a stream, after which the next one goes on; by default those of a pass, if its length is
@@ -228,7 +228,7 @@ class ImageSection(PixelSection, LabelledSection):
 class AudioSection(DataSection):
     """Settings of sources that give sounds."""
 
-    MODALITY: ClassVar[str] = "audio"
+    MODALITY = "audio"
 
     feature_extractor: str = AUTO
     """Feature extractor that turns a sound into the inputs of the model: auto, the one that was saved with a model of
@@ -240,7 +240,7 @@ class AudioSection(DataSection):
 class OwnFilesSection(DataSection):
     """Settings of sources with the user's own files."""
 
-    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"train", "test"}
+    incidental = DataSection.incidental | {"train", "test"}
 
     train: DataPath
     """What to learn from: a folder with a folder for each class."""

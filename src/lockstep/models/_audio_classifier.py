@@ -1,7 +1,6 @@
 """Classifiers of sounds from transformers: load, check, save. m = samples, T = numbers or frames of a sound."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
 class AudioModel(ProcessedModel):
     """Classifier of the features that the model's feature extractor makes of sounds."""
 
-    AUTO_CLASS: ClassVar[str] = "AutoModelForAudioClassification"
-    PROCESSOR: ClassVar[Callable[[str], Any]] = FeatureExtractor
+    AUTO_CLASS = "AutoModelForAudioClassification"
+    PROCESSOR = FeatureExtractor
 
     def forward(self, batch: Batch) -> Tensor:
         """Features float [m, T] or [m, T, bands], and the mask int64 [m, T] of extractors that give one -> outputs

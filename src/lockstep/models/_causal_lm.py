@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def by_mask(document: Tensor) -> dict[str, Tensor]:
 class CausalTransformer(NetworkModel):
     """Tokens -> logits of the next ones."""
 
-    AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"
+    AUTO_CLASS = "AutoModelForCausalLM"
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
     """Function that makes the arguments with which the network keeps documents apart."""
     router_weight: float = 0.0

@@ -1,8 +1,5 @@
 """Classifiers of images from transformers: load, check, save. m = samples, C x H x W = channels, height, width."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -18,8 +15,8 @@ from lockstep.models.objectives._choice import TAGS, name_of
 class ImageModel(ProcessedModel):
     """Scales pixels as the model's image processor does; the processor's sizes are the data's concern."""
 
-    AUTO_CLASS: ClassVar[str] = "AutoModelForImageClassification"
-    PROCESSOR: ClassVar[Callable[[str], Any]] = ImageProcessor
+    AUTO_CLASS = "AutoModelForImageClassification"
+    PROCESSOR = ImageProcessor
 
     def forward(self, batch: Batch) -> Tensor:
         """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""

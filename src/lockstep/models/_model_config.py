@@ -128,7 +128,7 @@ HubName = Annotated[str, AfterValidator(_absolute_folder)]
 class PretrainedSection(ModelSection):
     """A model from the hub or a folder."""
 
-    LIBRARIES: ClassVar[tuple[str, ...]] = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+    LIBRARIES = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
     name: HubName
     """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its tokenizer."""

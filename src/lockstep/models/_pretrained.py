@@ -12,6 +12,7 @@ from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError, few
 from lockstep.base.model_contracts import Batch, Model, TensorPlan
 from lockstep.core.host.pretrained_files import load, untrained
+from lockstep.core.host.pretrained_processors import FeatureExtractor, ImageProcessor
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._model_config import PretrainedSection, TokensSection
@@ -297,7 +298,7 @@ def silence() -> None:
 class ProcessedModel(NetworkModel):
     """Model of what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
 
-    PROCESSOR: ClassVar[Callable[[str], Any]]
+    PROCESSOR: ClassVar[type[ImageProcessor | FeatureExtractor]]
     """Builds the processor from a folder."""
 
     def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:

@@ -1,18 +1,15 @@
 """Any transformers model that classifies sounds, by hub name or local folder: Wav2Vec2, HuBERT, AST, ..."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A pretrained model of speech or other sounds (AutoModelForAudioClassification) with a new head on top."""
 
-    MODALITY: ClassVar[str] = "audio"
-    PRETRAINED: ClassVar[bool] = True
-    HAS_NEW_HEAD: ClassVar[bool] = True
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "audio"
+    PRETRAINED = True
+    HAS_NEW_HEAD = True
+    STARTER = {
         "data": {"kind": "audio", "train": "data/sounds"},
         "train": {"epochs": 5, "global_batch": 32, "micro_batch": 8},
         "optim": {"lr": 3e-5},

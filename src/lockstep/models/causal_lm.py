@@ -1,7 +1,6 @@
 """Any transformers model that continues texts, by hub name or local folder: GPT-2, Llama, Qwen, Mistral, ..."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
@@ -11,8 +10,8 @@ from lockstep.models._model_config import HubName, TokensSection
 class Config(TokensSection):
     """A causal language model (AutoModelForCausalLM), trained further or from scratch."""
 
-    MODALITY: ClassVar[str] = "tokens"
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "tokens"
+    STARTER = {
         "train": {"epochs": 1, "global_batch": 32, "micro_batch": 4},
         "optim": {"lr": 5e-5},
         "schedule": {"shape": "cosine", "warmup": 0.05},

@@ -1,7 +1,6 @@
 """Settings of Lockstep's own decoder."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -11,8 +10,8 @@ from lockstep.models._model_config import ModelSection
 class Config(ModelSection):
     """A decoder that predicts the next token: rotary positions, RMSNorm, gated feed-forward layers."""
 
-    MODALITY: ClassVar[str] = "tokens"
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "tokens"
+    STARTER = {
         "data": {"kind": "text", "context": 128},
         "train": {"epochs": 5, "global_batch": 32, "micro_batch": 16},
         "optim": {"lr": 4e-3, "weight_decay": 0.1, "beta2": 0.95},

@@ -1,18 +1,15 @@
 """Any transformers model that classifies images, by hub name or local folder: ViT, ConvNeXt, ResNet, Swin, ..."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A pretrained image model (AutoModelForImageClassification) with a new head on top."""
 
-    MODALITY: ClassVar[str] = "image"
-    PRETRAINED: ClassVar[bool] = True
-    HAS_NEW_HEAD: ClassVar[bool] = True
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "image"
+    PRETRAINED = True
+    HAS_NEW_HEAD = True
+    STARTER = {
         "data": {"kind": "files", "train": "data/images"},
         "train": {"epochs": 3, "global_batch": 32, "micro_batch": 8},
         "optim": {"lr": 1e-4},

@@ -1,7 +1,6 @@
 """Any transformers model that classifies texts or words, by hub name or local folder; DistilBERT is the reference."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -11,11 +10,11 @@ from lockstep.models._model_config import HubName, TokensSection
 class Config(TokensSection):
     """A pretrained encoder with a classification head on top."""
 
-    MODALITY: ClassVar[str] = "text"
-    PRETRAINED: ClassVar[bool] = True
-    HAS_NEW_HEAD: ClassVar[bool] = True
-    TAKES_TOKENS: ClassVar[bool] = True
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "text"
+    PRETRAINED = True
+    HAS_NEW_HEAD = True
+    TAKES_TOKENS = True
+    STARTER = {
         "train": {"epochs": 2, "global_batch": 32, "micro_batch": 16},
         "optim": {"lr": 1e-4},
         "schedule": {"warmup": 0.06},

@@ -1,7 +1,6 @@
 """Settings of AG News."""
 
 from pathlib import Path
-from typing import ClassVar
 
 from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import DataSection, Origin
@@ -12,8 +11,8 @@ HUB_NAME = "fancyzhx/ag_news"
 class Config(DataSection):
     """AG News: titles and first sentences of news items, in four classes."""
 
-    MODALITY: ClassVar[str] = "text"
-    OBJECTIVE: ClassVar[str] = "classification"
+    MODALITY = "text"
+    OBJECTIVE = "classification"
 
     root: DataPath = Path("data")
     """Folder with train.csv and test.csv, or with a subfolder ag_news that has them; else they come from the hub."""

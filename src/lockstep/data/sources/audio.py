@@ -1,12 +1,9 @@
 """Settings of data.kind=audio: folders of sound files."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from lockstep.data.data_config import AudioSection, OwnFilesSection
 
 
 class Config(AudioSection, OwnFilesSection):
     """Your own sound files, FOLDER/CLASS/*.wav (or .flac, .ogg, .mp3), of any length and sampling rate."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/sounds"}}
+    STARTER = {"data": {"train": "data/sounds"}}

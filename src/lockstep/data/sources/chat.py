@@ -1,8 +1,7 @@
 """Settings of chats for language models."""
 
 import datetime
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -13,9 +12,9 @@ from lockstep.data.data_config import Origin, PackedSection
 class Config(PackedSection):
     """Chats in JSON lines, of which a language model learns what the assistant says."""
 
-    CHATS: ClassVar[bool] = True
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/chats.jsonl"}}
-    incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test", "date"}  # see Splits.numeric
+    CHATS = True
+    STARTER = {"data": {"train": "data/chats.jsonl"}}
+    incidental = PackedSection.incidental | {"train", "test", "date"}  # see Splits.numeric
 
     train: DataPath
     """A .jsonl file with a chat in each line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",

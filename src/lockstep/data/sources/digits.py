@@ -1,17 +1,14 @@
 """Settings of the bundled handwritten digits."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from lockstep.data.data_config import Origin, PixelSection
 
 
 class Config(PixelSection):
     """scikit-learn's bundled handwritten digits: 1,442 training and 355 test images of 8x8, ten classes."""
 
-    MODALITY: ClassVar[str] = "image"
-    OBJECTIVE: ClassVar[str] = "classification"
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "image"
+    OBJECTIVE = "classification"
+    STARTER = {
         "train": {"epochs": 20, "global_batch": 64, "micro_batch": 16},
         "optim": {"lr": 3e-3},
         "schedule": {"shape": "cosine", "warmup": 0.05},

@@ -1,8 +1,7 @@
 """Settings of data.kind=files: tables and image folders."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -13,7 +12,7 @@ from lockstep.data.data_config import TABLE_SUFFIXES, ImageSection, OwnFilesSect
 class Config(ImageSection, OwnFilesSection):
     """Your own files: a folder holds images (FOLDER/CLASS/*.png), a file is a table with a text column."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
+    STARTER = {"data": {"train": "data/train.csv"}}
 
     train: DataPath
     """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""

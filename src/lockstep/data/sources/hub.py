@@ -1,7 +1,6 @@
 """Settings of data sets of the Hugging Face hub."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -11,9 +10,9 @@ from lockstep.data.data_config import ImageSection, Origin, StreamSection, hub_o
 class Config(ImageSection, StreamSection):
     """A Hugging Face data set: one text or image column, and one label column."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
+    STARTER = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
 
-    incidental: ClassVar[frozenset[str]] = StreamSection.incidental | {"streaming"}
+    incidental = StreamSection.incidental | {"streaming"}
 
     name: str
     """Name on the hub (fancyzhx/ag_news), or a local folder of CSV, JSON, Parquet or image files, or one that the

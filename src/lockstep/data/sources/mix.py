@@ -1,10 +1,9 @@
 """Settings of data.kind=mix: several sources, drawn from by weights."""
 
-from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, create_model, model_validator
 
@@ -62,10 +61,8 @@ def __getattr__(name: str) -> type[DataSection]:
 class Config(PixelSection):
     """Several sources with samples of the same kind; each epoch draws from them by weights."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "data": {"sources": [{"kind": "digits", "weight": 2}, {"kind": "digits", "limit": 500}]}
-    }
-    incidental: ClassVar[frozenset[str]] = PixelSection.incidental | {"sources"}
+    STARTER = {"data": {"sources": [{"kind": "digits", "weight": 2}, {"kind": "digits", "limit": 500}]}}
+    incidental = PixelSection.incidental | {"sources"}
 
     sources: tuple[Annotated[Any, Kind("", part, lambda: plugins.names("data.sources"))], ...] = Field(min_length=1)
     """The sources, such as [{kind: files, train: a.csv, weight: 2}, {kind: files, train: b.csv}]; a weight is 1 unless

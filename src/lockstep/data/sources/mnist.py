@@ -1,8 +1,6 @@
 """Settings of MNIST."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
 
 from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import Origin, PixelSection
@@ -11,9 +9,9 @@ from lockstep.data.data_config import Origin, PixelSection
 class Config(PixelSection):
     """MNIST: handwritten digits, grey, 28x28, ten classes."""
 
-    MODALITY: ClassVar[str] = "image"
-    OBJECTIVE: ClassVar[str] = "classification"
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    MODALITY = "image"
+    OBJECTIVE = "classification"
+    STARTER = {
         "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
         "optim": {"lr": 2e-3},
         "schedule": {"shape": "cosine", "warmup": 0.05},

@@ -1,8 +1,7 @@
 """Settings of plain text for language models."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -15,8 +14,7 @@ class Config(PackedSection):
     """Plain text to learn a language model from: your files, a data set of the Hugging Face hub, or the help texts that
     come with Python."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test"}
+    incidental = PackedSection.incidental | {"train", "test"}
 
     train: DataPath | None = None
     """A text file, or a folder with text files (.txt, .md, .rst, .py, ...); without it the texts of Python's help()."""

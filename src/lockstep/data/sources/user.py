@@ -1,8 +1,7 @@
 """Settings of data from the user's Python file."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.base.config import LocalPath
 from lockstep.data.data_config import StreamSection
@@ -14,10 +13,10 @@ class Config(StreamSection):
     `collate(samples)` may join a Dataset's samples; `prepare(pixels)` may make a sample's image of a file's pixels, or
     its text of a text, for predictions (see docs: bring your own data)."""
 
-    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
-    TEMPLATE: ClassVar[Path | None] = Path(__file__).with_name("_template.py")
+    STARTER = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
+    TEMPLATE = Path(__file__).with_name("_template.py")
 
-    incidental: ClassVar[frozenset[str]] = StreamSection.incidental | {"file"}
+    incidental = StreamSection.incidental | {"file"}
 
     file: LocalPath
     """The Python file."""

@@ -7,7 +7,6 @@ bytes of text the targets of a sample stand for.
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ MOST_NATS = 700.0
 class CausalLM(Objective):
     """A language model that reads from left to right."""
 
-    TARGETS: ClassVar[tuple[str, ...]] = (TARGET, BYTES)
+    TARGETS = (TARGET, BYTES)
     PURPOSE = "that continues texts"
     GENERATES = True
     SMOOTHS = True

@@ -7,7 +7,7 @@ float [m, T, C], labels int64 [m, T]; tokens that do not begin a word have the l
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class TokenClassification(PredictingObjective):
     JOINED = " "
     PURPOSE = "that gives each word of {samples} one of {count} labels: {names}"
     TASK = "token-classification"
-    WORDS: ClassVar[bool] = True
+    WORDS = True
     SMOOTHS = True
 
     def missing(self, spec: DataSpec) -> str:
