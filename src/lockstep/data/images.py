@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,18 +27,8 @@ class TooLarge(DataError):
     """An image of more than MAX_PIXELS pixels."""
 
 
-class Fit(Protocol):
-    """Brings an image to the size that a model takes."""
-
-    shape: tuple[int, int, int]
-    """(C, H, W) of the result."""
-
-    def __call__(self, image: Image.Image) -> np.ndarray:
-        """Return pixels, uint8 [C, H, W]."""
-
-
 class Scaling:
-    """Scales an image, whatever its proportions."""
+    """Scales an image to (C, H, W), whatever its proportions, as uint8."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         self.shape = shape
@@ -56,12 +46,13 @@ class ImageReader:
     """Turns an image file into a model's input, uint8 [C, H, W]."""
 
     modality, noun, column = "image", "an image", "image"
+    """Modality of the files, noun for one with its article, column of a batch."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: Scaling | ImageProcessor) -> None:
         self.fit = fit
         self.spec: dict[str, Any] = {"image_shape": fit.shape}
 
-    def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         """Return the pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
         return self.fit(open_image(file, where, formats))
 
@@ -69,8 +60,9 @@ class ImageReader:
         """Return a black image."""
         return np.zeros(self.fit.shape, dtype=np.uint8)
 
-    def lengths(self, files: Sequence[Path], *, skips: bool) -> None:
+    def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
         """Return None: all have the same length."""
+        return None
 
 
 def image_processor_of(section: DataSection) -> ImageProcessor | None:
@@ -99,9 +91,8 @@ class SizedImages:
     """
 
     def __init__(self, section: ImageSection, like: Iterable[ImageFile]) -> None:
-        self.fit: Fit = image_processor_of(section) or Scaling(
-            (section.channels, *(section.image_size or _size(like, section)))
-        )
+        processor = image_processor_of(section)
+        self.fit = processor or Scaling((section.channels, *(section.image_size or _size(like, section))))
         self.is_scaled = section.image_size is not None or isinstance(self.fit, ImageProcessor)
 
     def pixels(self, image: Image.Image, where: str) -> np.ndarray:

@@ -12,7 +12,7 @@ from lockstep.base import plugins, trust
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError, ModelError
 from lockstep.data.collate import pixels
-from lockstep.data.images import ImageFile, ImageReader, Scaling, open_image
+from lockstep.data.images import ImageReader, Scaling, open_image
 
 PREPARE, PREPARE_IMAGE = "prepare", "prepare_image"
 
@@ -52,7 +52,7 @@ class PreparedReader(ImageReader):
         super().__init__(Scaling(shape))
         self.preparation = preparation
 
-    def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         if self.preparation.takes_image:
             return self._prepared(open_image(file, where, formats), where)
         return np.asarray(self.preparation(super().__call__(file, where, formats=formats), where))

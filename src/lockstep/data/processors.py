@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,35 +15,8 @@ from lockstep.data.sounds import SoundReader, sound_reader_of
 from lockstep.data.targets import Targets
 
 Processor = ImageProcessor | SoundReader | Preparation
-
-
-class FileReader(Protocol):
-    """Turns a file into the input of a model."""
-
-    @property
-    def modality(self) -> str:
-        """Modality of the files."""
-
-    @property
-    def noun(self) -> str:
-        """Noun for a file, with its article."""
-
-    @property
-    def column(self) -> str:
-        """Column of a batch."""
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """Fields of DataSpec for the column."""
-
-    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
-        """Return the input for a file, or its contents; `formats` are those allowed. Raises DataError."""
-
-    def blank(self) -> np.ndarray:
-        """Return an input like that of a file."""
-
-    def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
-        """Return the length of each file, int64 [N]; None where all have the same."""
+FileReader = ImageReader | SoundReader
+"""Turns a file, or its contents, into the input of a model."""
 
 
 class FileSamples:

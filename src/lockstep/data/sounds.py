@@ -46,7 +46,7 @@ class SoundReader:
         }
         """Fields of DataSpec, for features of different lengths in a batch."""
 
-    def __call__(self, file: SoundFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         """Return the features of a sound file, float32 [T] or [frames, bands]. Raises DataError."""
         from scipy.signal import resample_poly
 
