@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.limited_process import limited
-from lockstep.core.numerics.special_tokens import SpecialTokens, without_marks
+from lockstep.core.numerics.special_tokens import without_marks
 from lockstep.core.numerics.word_tokens import ids_of, marked
 from lockstep.data.chat_forms import Message
 from lockstep.data.chat_template import Template
@@ -70,11 +69,11 @@ class ChatTokenizer:
     def __init__(self, inner: TextTokenizer, *, day: date | None = None, skips: bool = False) -> None:
         """`day`: the date that the template is given in training; `skips`: whether chats that the template refuses are
         left out."""
-        self.skips = skips
-        self.inner, self.pad_id, self.token_bytes = inner, inner.pad_id, inner.token_bytes
-        self.begin = inner.begin
+        self.inner: Any = inner
+        """One with a template is PartsOfWords."""
+        self.pad_id, self.token_bytes, self.begin, self.skips = inner.pad_id, inner.token_bytes, inner.begin, skips
         self.template: Template | None = inner.template
-        self.day = day if self.template is not None and self.template.asks_for_date else None
+        self.day = day if self.template is not None and "strftime_now" in self.template.text else None
         how = "plain" if self.template is None else f"{self.template.text}{self.day or ''}"
         skipping = "skips " if skips and self.template is not None else ""
         self.key = hashlib.sha256(f"chat, ended {skipping}{how} {inner.key}".encode()).hexdigest()
@@ -92,7 +91,7 @@ class ChatTokenizer:
         rows = [_marked(parts, pieces) for parts, pieces in zip(parted, samples, strict=True)]
         if self._ending.has_token:
             return rows
-        ends = [[self.pad_id] * _ends_learned(pieces) for pieces in samples]
+        ends = [[self.pad_id] * next((learned for text, learned in reversed(p) if text), False) for p in samples]
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
@@ -101,7 +100,8 @@ class ChatTokenizer:
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
             return ids_of(row).tolist()
-        pieces = limited(partial(self._asked, messages, tools, on), TEMPLATE, seconds=SECONDS)
+        asked = partial(self._renderer, messages, tools, on, is_prompt=True)
+        pieces = limited(lambda: _asked(*asked()), TEMPLATE, seconds=SECONDS)
         ((*parts,),) = self._seamless([self._texts(pieces)])
         return [token for part in parts for token in part]
 
@@ -132,18 +132,15 @@ class ChatTokenizer:
         DataError."""
         template = self.template
         assert template is not None
-        if self._names is not None:
+        if self.inner.names is not None:
             whole = partial(template.render, is_prompt=is_prompt, on=on)
-            messages, tools = self._names.escaped([messages, tools], lambda chat: whole(chat[0], tools=chat[1]))
+            messages, tools = self.inner.names.escaped([messages, tools], lambda chat: whole(chat[0], tools=chat[1]))
 
         @cache
         def render(count: int, *, is_prompt: bool = False) -> str:
             return template.render(messages[:count], is_prompt=is_prompt, on=on, tools=tools)
 
         return messages, render
-
-    def _asked(self, messages: Sequence[Message], tools: Any, on: date | None) -> list[Piece]:
-        return _asked(*self._renderer(messages, tools, on, is_prompt=True))
 
     def _rendered(self, messages: Sequence[Message], tools: Any) -> list[list[Piece]] | str:
         """Return the pieces of each training sample of a chat, or the reason why the template refuses it."""
@@ -162,7 +159,7 @@ class ChatTokenizer:
 
     def _texts(self, pieces: Sequence[Piece]) -> list[str]:
         """Return the texts of pieces, as the tokenizer takes them."""
-        return [text if self._names is None else self._names.aliased(text) for text, _ in pieces]
+        return [text if self.inner.names is None else self.inner.names.aliased(text) for text, _ in pieces]
 
     def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
         """Return the tokens of each part of texts, independent of the parts after it, which are unknown in use: where a
@@ -171,7 +168,7 @@ class ChatTokenizer:
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
             beginnings = [beginning for parts in some for beginning in accumulate(parts)]
-            encoded = iter(self._encoder.encode_batch(beginnings, add_special_tokens=False))
+            encoded = iter(self.inner.encoder.encode_batch(beginnings, add_special_tokens=False))
             for parts in some:
                 found, before = list[list[int]](), list[int]()
                 for part in parts:
@@ -184,14 +181,14 @@ class ChatTokenizer:
     def _alone(self, text: str) -> list[int]:
         """Return the tokens of a text that follows another: without a space that a tokenizer puts before all texts."""
         for lead in LEADS:
-            encoded = self._encoder.encode(lead + text, add_special_tokens=False)
+            encoded = self.inner.encoder.encode(lead + text, add_special_tokens=False)
             after = [start >= len(lead) for start, _ in encoded.offsets]
             is_apart = all(
                 is_after or stop <= len(lead) for is_after, (_, stop) in zip(after, encoded.offsets, strict=True)
             )
             if is_apart and after == sorted(after):
                 return [id for id, is_after in zip(encoded.ids, after, strict=True) if is_after]
-        return list(self._encoder.encode(text, add_special_tokens=False).ids)
+        return list(self.inner.encoder.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _ending(self) -> "_Ending":
@@ -216,25 +213,9 @@ class ChatTokenizer:
 
     def _added(self, text: str) -> list[int]:
         """Return the tokens of a text that are no parts of words."""
-        known = self._with_special.get_added_tokens_decoder()
-        ids = self._with_special.encode(text, add_special_tokens=False).ids
+        known = self.inner.with_special.get_added_tokens_decoder()
+        ids = self.inner.with_special.encode(text, add_special_tokens=False).ids
         return [each for each in ids if each in known and known[each].content.strip(" \n\t\u2581")]
-
-    @property
-    def _with_special(self) -> Tokenizer:
-        """Tokenizer that reads the names of special tokens as these tokens."""
-        inner: Any = self.inner
-        return inner.with_special
-
-    @property
-    def _encoder(self) -> Tokenizer:
-        inner: Any = self.inner
-        return inner.encoder
-
-    @property
-    def _names(self) -> SpecialTokens | None:
-        inner: Any = self.inner
-        return inner.names
 
 
 def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
@@ -309,11 +290,6 @@ def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarr
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return marked(ids, np.repeat(np.array([is_learned for _, is_learned in pieces], dtype=bool), sizes))
-
-
-def _ends_learned(pieces: Sequence[Piece]) -> bool:
-    written = [is_learned for text, is_learned in pieces if text]
-    return bool(written) and written[-1]
 
 
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
