@@ -58,9 +58,9 @@ def build(config: Config, split: str) -> Source:
     Raises DataError when the data set, a split or a column is missing, a sample damaged or not labelled.
     """
     train = _load(config, config.train_split)
-    if config.streaming:
-        return _streamed(train.table, (train if split == "train" else _load(config, config.test_split)).table, config)
     data = train if split == "train" else _load(config, config.test_split)
+    if config.streaming:
+        return _streamed(train.table, data.table, config)
     source = _held(train, data, config)
     source.cells = data.cells
     return source
@@ -127,46 +127,27 @@ def _streamed(train: Any, data: Any, config: Config) -> Source:
     where = f"{config.name}, split {data.split}"
     encode = _encoder(train, config)
     targets = encode([], lambda _: where)
-    if config.modality == "text":
-        spec = DataSpec(modality="text", **targets.described)
-        return DatasetSource(Stream(data, where, spec=spec, convert=_Texts(config, where, encode)), None, where)
-    files = (image_of(row[config.sample_column], config.name) for row in train)
-    sized = SizedImages(config, files)
-    spec = DataSpec(modality="image", image_shape=sized.fit.shape, **targets.described)
-    convert = _Images(config, where, encode, sized=sized)
+    column, is_image = config.sample_column, config.modality == "image"
+    sized = SizedImages(config, (image_of(row[column], config.name) for row in train)) if is_image else None
+    spec = DataSpec(modality=config.modality, image_shape=sized.fit.shape if sized else None, **targets.described)
+    convert = _Rows(config, where, encode, sized=sized)
     return DatasetSource(Stream(data, where, spec=spec, convert=convert), None, where)
 
 
 class _Rows:
-    """Turns rows into samples."""
+    """Turns rows into samples: texts, or images of one size where that is given."""
 
-    def __init__(self, config: Config, where: str, encode: Encode) -> None:
-        self.config, self.where, self.encode = config, where, encode
-
-    def place(self, position: int) -> Place:
-        return lambda _: f"sample {position} of {self.where}"
-
-    def target(self, row: dict[str, Any], position: int) -> Any:
-        return self.encode([row[self.config.label_column]], self.place(position)).values[0]
-
-
-class _Texts(_Rows):
-    def __call__(self, row: dict[str, Any], position: int) -> dict[str, Any]:
-        column, place = COLUMNS[self.config.labels], self.place(position)
-        read = [row[self.config.label_column]]
-        text = column.read_texts([row[self.config.sample_column]], read, place)[0]
-        return {"text": text, "label": self.target(row, position)}
-
-
-class _Images(_Rows):
-    def __init__(self, config: Config, where: str, encode: Encode, *, sized: SizedImages) -> None:
-        super().__init__(config, where, encode)
-        self.sized = sized
+    def __init__(self, config: Config, where: str, encode: Encode, *, sized: SizedImages | None) -> None:
+        self.config, self.where, self.encode, self.sized = config, where, encode, sized
 
     def __call__(self, row: dict[str, Any], position: int) -> dict[str, Any]:
-        where = self.place(position)(0)
-        image = open_image(image_of(row[self.config.sample_column], self.config.name), where)
-        return {"image": self.sized.pixels(image, where), "label": self.target(row, position)}
+        where, labels = f"sample {position} of {self.where}", [row[self.config.label_column]]
+        given, found = row[self.config.sample_column], dict[str, Any]()
+        if self.sized is None:
+            (found["text"],) = COLUMNS[self.config.labels].read_texts([given], labels, lambda _: where)
+        else:
+            found["image"] = self.sized.pixels(open_image(image_of(given, self.config.name), where), where)
+        return {**found, "label": self.encode(labels, lambda _: where).values[0]}
 
 
 def _encoder(train: Any, config: Config) -> Encode:
