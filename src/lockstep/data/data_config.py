@@ -34,15 +34,11 @@ def _with_options(values: Any) -> Any:
     """Convert [Flip, {Crop: {size: 4}}] -> [{Flip: {}}, {Crop: {size: 4}}]."""
     if not isinstance(values, list | tuple):
         return values
-    if wrong := [
-        each for each in values if not isinstance(each, str) and (not isinstance(each, dict) or len(each) != 1)
-    ]:
-        raise ValueError(
-            f"each is a name, or a name with options such as {{RandomCrop: {{size: [28, 28]}}}}, not {wrong[0]}"
-        )
-    return [
-        {each: {}} if isinstance(each, str) else {name: given or {} for name, given in each.items()} for each in values
-    ]
+    named = [{each: {}} if isinstance(each, str) else each for each in values]
+    if wrong := [each for each in named if not isinstance(each, dict) or len(each) != 1]:
+        example = "{RandomCrop: {size: [28, 28]}}"
+        raise ValueError(f"each is a name, or a name with options such as {example}, not {wrong[0]}")
+    return [{name: given or {} for name, given in each.items()} for each in named]
 
 
 def _as_list(values: Any) -> Any:

@@ -4,7 +4,6 @@ import csv
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -82,10 +81,6 @@ def _read(file: Path) -> tuple[Values, dict[Values, int]]:
     return names, found
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
 def _matching(source: Source, names: Values, wanted: Collection[Values]) -> tuple[np.ndarray, set[Values]]:
     """Return the samples whose rows have wanted values in these columns, and which of the values there are. Raises
     DataError for a source without such columns."""
@@ -107,5 +102,5 @@ def _matching(source: Source, names: Values, wanted: Collection[Values]) -> tupl
     if (cells := getattr(source, "cells", None)) is None:
         what = f"data.exclude names samples by {' and '.join(names)}, but this data has no table with columns"
         raise DataError(f"{what}: name them by number, one on each line")
-    rows = [(*map(_text, row),) for row in zip(*cells(names), strict=True)]
+    rows = [(*("" if value is None else str(value) for value in row),) for row in zip(*cells(names), strict=True)]
     return np.array([n for n, row in enumerate(rows) if row in wanted], dtype=np.int64), {*rows} & {*wanted}

@@ -29,8 +29,7 @@ class Mixture:
         """Draws of an epoch: by default so many that each source has been seen once, and one of them exactly once."""
         if self.samples_per_epoch is not None:
             return self.samples_per_epoch
-        weights = self._shares()
-        return max(-int(-size // share) for size, share in zip(self.sizes, weights, strict=True))
+        return max(-int(-size // share) for size, share in zip(self.sizes, self._shares(), strict=True))
 
     @property
     def counts(self) -> tuple[int, ...]:

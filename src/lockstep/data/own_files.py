@@ -135,10 +135,8 @@ def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read:
         rows = np.arange(len(data.samples))
     targets = column.encode(data.labels, names, data.place)
     targets = replace(targets, values=targets.values[rows])
-    mapped = data.samples if isinstance(data.samples, MappedTexts) else None
-    samples = [data.samples[row] for row in rows] if mapped is None else mapped[rows]
-    is_reported = split == "train" or section.test is not None
-    remarks = data.remarks if is_reported else ()
+    samples = data.samples[rows] if isinstance(data.samples, MappedTexts) else [data.samples[row] for row in rows]
+    remarks = data.remarks if split == "train" or section.test is not None else ()
     return OwnSplit(samples=samples, targets=targets, rows=rows, train=train, remarks=remarks)
 
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from lockstep.base.errors import DataError
 from lockstep.core.numerics.word_tokens import END, joined, words_of
 from lockstep.data.columns import Place, labels_of, names_of, positions, texts_of
 
-Labels = Literal["class", "classes", "number", "tags"]
 SEPARATOR = ";"
 """Separator of a sample's classes in one text."""
 
@@ -121,7 +120,7 @@ class NumberColumn(LabelColumn):
         return Targets(values=np.array(read, dtype=np.float32), numbers=names)
 
 
-class TagsColumn(LabelColumn):
+class TagsColumn(ClassesColumn):
     """A class for each word of a text: both are lists, or texts that white space separates."""
 
     def read(self, cells: Iterable[Any], place: Place) -> list[list[str]]:
@@ -144,9 +143,6 @@ class TagsColumn(LabelColumn):
                 raise DataError(f"{where} has no word: remove the row")
             found.append(joined(words))
         return found
-
-    def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
-        return names_of(name for row in train for name in row)
 
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
         values = np.empty(len(read), dtype=object)

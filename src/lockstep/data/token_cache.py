@@ -85,12 +85,7 @@ def _with_ids(columns: Columns, ids: list[np.ndarray], indices: Sequence[int], *
 
 
 def tokenized(
-    source: Source,
-    tokenizer: Tokenizer,
-    cache: Path,
-    *,
-    progress: Progress = lambda *_: None,
-    is_checked: bool = False,
+    source: Source, tokenizer: Tokenizer, cache: Path, *, progress: Progress = lambda *_: None, is_checked: bool = False
 ) -> Tokens:
     """Open the tokens of a text source; tokenize first if the cache entry is missing or damaged. `is_checked` compares
     checksums instead of file sizes only.
@@ -179,7 +174,8 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
             except TextFault as fault:
                 where = place_of(source, start + fault.index)
                 raise DataError(f"{where}: {fault}; or leave such ones out with data.on_bad_sample=skip") from None
-            chunk = _concatenated(rows), np.array([len(row) for row in rows], dtype=np.int64)
+            ids = np.concatenate([np.empty(0, np.int32), *rows], dtype=np.int32, casting="same_kind")
+            chunk = ids, np.array([len(row) for row in rows], dtype=np.int64)
             temporary = file.with_suffix(".tmp.npz")
             np.savez(temporary, ids=chunk[0], lengths=chunk[1])
             temporary.replace(file)
@@ -229,7 +225,3 @@ def _without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _concatenated(rows: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(rows, dtype=np.int32, casting="same_kind") if rows else np.empty(0, np.int32)
