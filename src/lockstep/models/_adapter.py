@@ -203,8 +203,7 @@ def base_digest(model: Model) -> str:
     Names of weights differ by version, so the places of equal shapes count instead.
     """
     network = _network(model)
-    config, state = _trained(network)
-    return _digest_beside(network, config, state)
+    return _digest_beside(network, *_trained(network))
 
 
 def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> str:
@@ -243,10 +242,8 @@ def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the adapter's weights, and biases that peft trains with it, by the names of its files."""
     import peft
 
-    found: dict[str, Tensor] = peft.get_peft_model_state_dict(
-        network, network.state_dict(), adapter_name=NAME, save_embedding_layers=False
-    )
-    return found
+    options: dict[str, Any] = {"adapter_name": NAME, "save_embedding_layers": False}
+    return peft.get_peft_model_state_dict(network, network.state_dict(), **options)
 
 
 def _outermost(network: nn.Module, name: str) -> str | None:

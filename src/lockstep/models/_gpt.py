@@ -64,19 +64,13 @@ class Attention(nn.Module):
 
     def decode(self, x: Tensor, reads: Reads, cache: Entry | None) -> tuple[Tensor, Entry]:
         """Compute `forward` for further tokens [m, t, W], which attend to those in the cache, too."""
-        (query, key, value), (turns, visible) = self._heads(x), reads
+        layers, (turns, visible) = (self.query, self.key, self.value), reads
+        query, key, value = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in layers)  # [m, H, T, D]
         query, key = rotated(query, turns), rotated(key, turns)
         if cache is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cache, (key, value), strict=True))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None)
         return self.output(attended.transpose(1, 2).flatten(2)), (key, value)
-
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values [m, H, T, D]."""
-        query, key, value = (
-            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        return query, key, value
 
 
 class FeedForward(nn.Module):

@@ -81,8 +81,7 @@ class TextModel(NetworkModel):
         hidden = network.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **more)[0]
         rows = torch.arange(tokens.shape[1], device=tokens.device)
         last = (rows * ((tokens == self.end) & mask.bool())).max(1).values
-        logits: Tensor = network.classification_head(hidden[torch.arange(len(last), device=last.device), last])
-        return logits
+        return network.classification_head(hidden[torch.arange(len(last), device=last.device), last])
 
 
 def build(config: Config, spec: DataSpec) -> Model:

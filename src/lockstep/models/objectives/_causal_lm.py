@@ -78,5 +78,4 @@ class CausalLM(Objective):
         return found
 
 
-def build() -> Objective:
-    return CausalLM()
+build = CausalLM

@@ -3,7 +3,7 @@
 m = samples in a micro-batch, K = classes. Logits are float [m, K]; labels [m, K] are 1 for the classes of a sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,11 @@ class Multilabel(PredictingObjective):
         return LossSum(total, logits.numel())
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        computed = {"exact_match": _exact_match, "f1": _macro_f1, "f1_micro": _micro_f1}
+        computed: dict[str, Callable[[Tensor], Tensor]] = {
+            "exact_match": lambda counts: counts[-1, 0] / counts[-1, 1],
+            "f1": lambda counts: _f1(counts[:-1]).mean(),  # 0 for classes that are neither there nor predicted
+            "f1_micro": lambda counts: _f1(counts[:-1].sum(0)),
+        }
         return {
             name: DeclaredMetric(metric=SummedMetric(_counts, compute), arguments=_pair)
             for name, compute in computed.items()
@@ -104,24 +108,10 @@ def _counts(logits: Tensor, target: Tensor) -> Tensor:
     return torch.cat([counts, last])
 
 
-def _exact_match(counts: Tensor) -> Tensor:
-    return counts[-1, 0] / counts[-1, 1]
-
-
 def _f1(counts: Tensor) -> Tensor:
     positives, false_positives, false_negatives = counts.double().unbind(-1)
     total = 2 * positives + false_positives + false_negatives
     return torch.where(total > 0, 2 * positives / total, 0.0)
 
 
-def _macro_f1(counts: Tensor) -> Tensor:
-    """Compute the mean over the classes; 0 for those that are neither there nor predicted."""
-    return _f1(counts[:-1]).mean()
-
-
-def _micro_f1(counts: Tensor) -> Tensor:
-    return _f1(counts[:-1].sum(0))
-
-
-def build() -> PredictingObjective:
-    return Multilabel()
+build = Multilabel

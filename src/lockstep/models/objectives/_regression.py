@@ -3,7 +3,7 @@
 m = samples in a micro-batch, K = numbers of a sample. Outputs and labels are float [m, K], or [m] for one number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,11 @@ class Regression(PredictingObjective):
         return LossSum(error.square().sum(), error.numel())
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        computed = {"mae": _mae, "rmse": _rmse, "r2": _r2}
+        computed: dict[str, Callable[[Tensor], Tensor]] = {
+            "mae": lambda sums: (sums[1] / sums[0]).mean(),
+            "rmse": lambda sums: (sums[2] / sums[0]).sqrt().mean(),  # of the roots, as root_mean_squared_error
+            "r2": _r2,
+        }
         return {
             name: DeclaredMetric(metric=SummedMetric(_sums, compute), arguments=_pair)
             for name, compute in computed.items()
@@ -87,15 +91,6 @@ def _sums(predicted: Tensor, target: Tensor) -> Tensor:
     return torch.stack([each.sum(0) for each in rows])
 
 
-def _mae(sums: Tensor) -> Tensor:
-    return (sums[1] / sums[0]).mean()
-
-
-def _rmse(sums: Tensor) -> Tensor:
-    """Compute the mean over the numbers of the roots, as scikit-learn's root_mean_squared_error."""
-    return (sums[2] / sums[0]).sqrt().mean()
-
-
 def _r2(sums: Tensor) -> Tensor:
     """Average over the numbers, as scikit-learn's r2_score: of a constant number 1 if all are right, else 0."""
     count, _, squared, total, squares = sums
@@ -104,5 +99,4 @@ def _r2(sums: Tensor) -> Tensor:
     return torch.where(variation > 0, 1 - squared / variation, constant).mean()
 
 
-def build() -> PredictingObjective:
-    return Regression()
+build = Regression
