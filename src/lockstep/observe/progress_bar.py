@@ -21,7 +21,7 @@ SPEED_SECONDS = 60.0
 
 
 class FittingProgress(Progress):
-    """Bars with the field `figures` of their tasks: beside them, or below where a terminal is narrow."""
+    """Bars with count and remaining time; the field `figures` of a task is beside it, or below on narrow terminals."""
 
     def __init__(self, console: Console) -> None:
         self.screen = console  # the base class looks at the bars before it has its own `console`
@@ -48,11 +48,6 @@ class FittingProgress(Progress):
         else:
             self.columns = name, BarColumn(), count, figures, TimeElapsedColumn(), *left
         return super().make_tasks_table(tasks)
-
-
-def progress_bar(console: Console) -> Progress:
-    """Create bars with count and remaining time, and the field `figures` of each of its tasks."""
-    return FittingProgress(console)
 
 
 class Pace:
@@ -108,6 +103,6 @@ def counting(console: Console, what: str, unit: str, *, total: int, done: int) -
     if not console.is_terminal:
         yield UnitCounter(console, unit, total=total, done=done, bar=None)
         return
-    with progress_bar(console) as bar:
+    with FittingProgress(console) as bar:
         bar.add_task(what, total=total, completed=done, figures="")
         yield UnitCounter(console, unit, total=total, done=done, bar=bar)

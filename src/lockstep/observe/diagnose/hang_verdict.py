@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,6 @@ class Report:
     """Seconds for which it has been there."""
     stacks: str
     """The stacks of all threads."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

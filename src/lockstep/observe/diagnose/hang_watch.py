@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -215,7 +215,7 @@ class Watch:
         number = heartbeats.notes.count("ask")
         if number > self._last_request:
             self._last_request = number
-            heartbeats.notes.write(f"answer-{number}", self._own_report().plain())
+            heartbeats.notes.write(f"answer-{number}", asdict(self._own_report()))
         heartbeats.receive()
 
     def _check_silence(self, heartbeats: Heartbeats) -> None:

@@ -4,7 +4,8 @@ import gzip
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,8 +25,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 
 @contextmanager
 def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
-    """Profile a block and write the trace; phases are named in it, on a GPU also as NVTX ranges for Nsight.
-    Collective.
+    """Profile a block and write the trace; phases are named in it, on a GPU also as NVTX ranges for Nsight. Collective.
 
     With `with_stack` each operation has the lines of Python that called it, which takes time and memory.
     """
@@ -48,12 +48,9 @@ def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
 
 @contextmanager
 def _annotation(name: str) -> Iterator[None]:
-    with torch.profiler.record_function(f"phase: {name}"):
-        if not torch.cuda.is_available():
-            yield
-            return
-        with torch.cuda.nvtx.range(name):
-            yield
+    on_gpu = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(f"phase: {name}"), on_gpu:
+        yield
 
 
 def tracing(steps: Steps, *, first: int, last: int, done: int, file: Path) -> Steps:
@@ -64,8 +61,4 @@ def tracing(steps: Steps, *, first: int, last: int, done: int, file: Path) -> St
             continue
         with traced(file, with_stack=False):
             yield micro_batches
-            for _ in range(first, last):
-                following = next(steps, None)
-                if following is None:
-                    break
-                yield following
+            yield from islice(steps, last - first)

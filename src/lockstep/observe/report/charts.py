@@ -8,7 +8,6 @@ from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles, short
 
 MOST_POINTS = 8000
 """Limit of the points of a curve in the page."""
-LAST = ("learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "memory")
 TITLES = {
     "learning_rate": "learning rate",
     "gradient_norm": "gradient norm",
@@ -17,6 +16,7 @@ TITLES = {
     "mfu": "MFU, share of the peak of matrix products",
     "memory": "peak memory of rank 0, GB",
 }
+"""Titles of the last charts, in their order; the others are called as their quantity."""
 MEMORY = "memory"
 TABLE_ROWS = 12
 """Number of evenly spread rows below a chart."""
@@ -51,7 +51,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """Create one chart for each quantity, with its values in training and on the test split, of all runs."""
     curves = [{**run.curves, **memory(run)} for run in runs]
     names = dict.fromkeys(name.removeprefix(f"{TEST} ") for each in curves for name in each)
-    ordered = sorted(names, key=lambda name: (name != "loss", LAST.index(name) if name in LAST else -1))
+    ordered = sorted(names, key=lambda name: (name != "loss", [*TITLES].index(name) if name in TITLES else -1))
     return [Chart(title=TITLES.get(name, name), series=tuple(_series(name, curves))) for name in ordered]
 
 

@@ -1,7 +1,9 @@
 """Goodput of a run: its time by purpose, over all of its starts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lockstep.observe.run_lines import HistoryLine
 
@@ -94,12 +96,10 @@ def goodput(runs: Sequence[Start]) -> Goodput | None:
     """Add up the seconds of all starts; None where the run has no history."""
     if not runs:
         return None
-    nexts: list[float] = [each.first_step for each in runs[1:]]
-    limits = [*nexts, float("inf")]
-    for number in reversed(range(len(limits) - 1)):  # a later start may go further back
-        limits[number] = min(limits[number], limits[number + 1])
+    nexts = [math.inf, *(each.first_step for each in runs[:0:-1])]
+    limits = [*accumulate(nexts, min)][::-1]  # a later start may go further back
     steps = sum(each.seconds_in_steps(limit) for each, limit in zip(runs, limits, strict=True))
-    everything = sum(each.seconds_in_steps(float("inf")) for each in runs)
+    everything = sum(each.seconds_in_steps(math.inf) for each in runs)
     return Goodput(
         wall=max(runs[-1].ended - runs[0].began, 0.0),
         steps=steps,

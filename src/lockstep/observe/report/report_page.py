@@ -40,7 +40,7 @@ def html(runs: Sequence[RunFiles]) -> str:
     """Render the page of these runs, side by side."""
     names, histories = names_of(runs), [starts(run.history) for run in runs]
     drawn = charts(runs)
-    timelines = [timeline(each, is_running=is_running(run)) for run, each in zip(runs, histories, strict=True)]
+    timelines = [timeline(each, is_running=not run.summary.status) for run, each in zip(runs, histories, strict=True)]
     marks = [
         {"run": number, "step": each.step, "text": each.text}
         for number, timeline_events in enumerate(timelines)
@@ -70,11 +70,6 @@ def names_of(runs: Sequence[RunFiles]) -> list[str]:
     """Return the runs' names, or their folders where two have the same name."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
-
-
-def is_running(run: RunFiles) -> bool:
-    """Return whether it may still be running: summary.json is removed at the start and written at the end."""
-    return not run.summary.status
 
 
 def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[TimelineEvent]) -> dict[str, Any]:

@@ -66,5 +66,4 @@ class Csv:
         return text.getvalue()
 
 
-def build(folder: Path) -> Csv:
-    return Csv(folder)
+build = Csv

@@ -68,5 +68,4 @@ def _step_of(line: bytes) -> float:
         return float("inf")
 
 
-def build(folder: Path) -> Jsonl:
-    return Jsonl(folder)
+build = Jsonl

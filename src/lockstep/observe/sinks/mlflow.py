@@ -69,6 +69,5 @@ class Mlflow(Tracker):
         self.client.set_terminated(self.id, ENDS.get(status, "FAILED"))
 
 
-def build(folder: Path) -> Mlflow:
-    """Create the sink. Raises ConfigError where the package is not installed."""
-    return Mlflow(folder)
+build = Mlflow
+"""Raises ConfigError where the package is not installed."""

@@ -26,7 +26,7 @@ from lockstep.base.events import (
     TextsGenerated,
     Warned,
 )
-from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
+from lockstep.observe.progress_bar import QUIET_SECONDS, FittingProgress, Pace
 
 EVALUATION = "evaluating"
 MOST_SHOWN, PROMPT_SHOWN = 160, 60
@@ -143,7 +143,7 @@ class ProgressBar(ProgressLines):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self.progress = progress_bar(console)
+        self.progress = FittingProgress(console)
         self.tasks: dict[str, TaskID] = {}
 
     def close(self) -> None:
@@ -252,5 +252,4 @@ def end_lines(event: RunEnded) -> list[str]:
     return [*lines, f"everything is in {escape_name(summary['folder'])}"]
 
 
-def build(folder: Path) -> ProgressSink:
-    return ProgressSink(folder)
+build = ProgressSink

@@ -50,7 +50,9 @@ class TensorBoard:
             self.writer = event_files.opened(self.folder, purge_step=event.resumed_step + 1, flush_secs=10)
             self.world_size = event.world_size
             event_files.remove(self.folder, HYPERPARAMETERS)
-            self._write_text("config", (self.folder.parent / "recipe.yaml"), event.resumed_step)
+            with suppress(OSError, ValueError):
+                config = storage.read_regular(self.folder.parent / "recipe.yaml", storage.MOST_JSON_BYTES).decode()
+                self.writer.add_text("config", as_code(config), event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
             self._write(event.step, tagged("train", {**event.values, "epoch": event.epoch}))
         elif isinstance(event, Evaluated):
@@ -79,11 +81,6 @@ class TensorBoard:
     def close(self) -> None:
         if self.writer:
             self.writer.close()
-
-    def _write_text(self, name: str, file: Path, step: int) -> None:
-        """Write the contents of a file, where there is one."""
-        with suppress(OSError, ValueError):
-            self.writer.add_text(name, as_code(storage.read_regular(file, storage.MOST_JSON_BYTES).decode()), step)
 
     def _write_hyperparameters(self, event: RunEnded) -> None:
         """Write the settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
@@ -139,10 +136,9 @@ def as_code(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
-def build(folder: Path) -> TensorBoard:
-    return TensorBoard(folder)
-
-
 def as_quotes(samples: Sequence[TextSample]) -> str:
     """Format each generated text as a paragraph of Markdown, its prompt in bold."""
     return "\n\n".join(f"**{as_markdown(each.prompt)}**{as_markdown(each.text)}" for each in samples)
+
+
+build = TensorBoard

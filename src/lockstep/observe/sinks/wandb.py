@@ -57,6 +57,5 @@ class Wandb(Tracker):
         self.wandb.teardown()
 
 
-def build(folder: Path) -> Wandb:
-    """Create the sink. Raises ConfigError where the package is not installed."""
-    return Wandb(folder)
+build = Wandb
+"""Raises ConfigError where the package is not installed."""
