@@ -209,8 +209,7 @@ def _end_tokens(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Se
         return special.ends
     is_own = recipe.data.tokenizer == recipe.model.own_tokenizer
     kept = np.flatnonzero(tokenizer.token_bytes == 0).tolist() if is_own else []
-    found: list[int] = settle(model, ends=special.ends, bos=special.bos, pad=special.pad, kept=kept)
-    return found
+    return settle(model, ends=special.ends, bos=special.bos, pad=special.pad, kept=kept)
 
 
 def _model(

@@ -81,8 +81,5 @@ def _markdown(samples: Sequence[HighLossSample], data: str) -> str:
         confidence = "" if sample.confidence is None else f"{sample.confidence:.2f}"
         given = (sample.label, sample.predicted, confidence, f"{sample.loss:.3g}", sample.origin, sample.text)
         rows.append((f"{number:02}", *given))
-    return "\n".join([f"The samples with the highest loss in {as_markdown(data)}:", "", *map(_row, rows)])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(as_markdown(cell) for cell in cells)} |"
+    lines = [f"| {' | '.join(map(as_markdown, cells))} |" for cells in rows]
+    return "\n".join([f"The samples with the highest loss in {as_markdown(data)}:", "", *lines])

@@ -47,8 +47,7 @@ def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
     folder = Path(folder).absolute()
     facts = facts or export_facts.read(folder)
     with _read_errors(folder):
-        forward: Forward = plugins.find(FORMATS, facts.kind).read(folder, facts)
-    return forward
+        return plugins.find(FORMATS, facts.kind).read(folder, facts)
 
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
@@ -66,8 +65,7 @@ def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
         return None
     with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
-        tokenizer: Tokenizer = plugin.tokenizer(section, facts.spec, special=special)
-    return tokenizer
+        return plugin.tokenizer(section, facts.spec, special=special)
 
 
 def processor_of(folder: Path, facts: ExportFacts) -> Processor | None:

@@ -40,11 +40,9 @@ def to_hub(name: str, *, is_space: bool, is_private: bool) -> Upload:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    is_valid = False
+    with suppress(HFValidationError):
         validate_repo_id(name)
-    except HFValidationError:
-        is_valid = False
-    else:
         is_valid = NAME.fullmatch(name) is not None
     if not is_valid:
         raise HubError(

@@ -142,12 +142,8 @@ class Generator:
 
     def complete(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
         """Complete several prompts or chats together; the seed of each is the sampling's plus its number."""
-        return self.finish(
-            [
-                self.completion(prompt, replace(sampling, seed=sampling.seed + number))
-                for number, prompt in enumerate(prompts)
-            ]
-        )
+        numbered = enumerate(prompts, sampling.seed)
+        return self.finish([self.completion(prompt, replace(sampling, seed=seed)) for seed, prompt in numbered])
 
     def finish(self, made: list[Completion]) -> list[Completion]:
         """Generate the rest of several completions in one batch."""

@@ -24,8 +24,6 @@ from lockstep.inference.predictor import Predictor, Sample
 
 PASS_TOKENS = 128
 """Cost of a forward pass, in tokens of padding: beyond that, shorter texts get a forward pass of their own."""
-
-
 Waiting = TypeVar("Waiting")
 
 

@@ -69,11 +69,9 @@ class GenerationRequest(Body):
 
     @property
     def given(self) -> str | list[Message]:
-        return (
-            [each.model_dump(exclude_none=True) for each in self.messages]
-            if self.prompt is None and self.messages
-            else self.prompt or ""
-        )
+        if self.prompt is None and self.messages:
+            return [each.model_dump(exclude_none=True) for each in self.messages]
+        return self.prompt or ""
 
 
 def add(app: Any, service: GenerationService) -> None:

@@ -65,7 +65,6 @@ class ServerMetrics:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
         disable_created_metrics()
-
         self.registry = CollectorRegistry()
         here: dict[str, Any] = {"registry": self.registry}
         timed: dict[str, Any] = {"buckets": SECONDS, **here}

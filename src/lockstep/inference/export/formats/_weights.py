@@ -48,8 +48,7 @@ def rebuilt(facts: ExportFacts, folder: Path) -> Model:
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
 
     def built() -> Model:
-        model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
-        return model
+        return from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
 
     if section.code is None:  # a user's own build() may do anything
         with torch.device("meta"):

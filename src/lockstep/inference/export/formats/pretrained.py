@@ -58,5 +58,4 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
     with torch.device("meta"):
         empty = plugins.hook("models", facts.model["kind"], "from_config")(folder, facts.spec)
     _weights.check_parameter_count(empty, sorted(folder.glob("*.safetensors")))
-    model: Model = read_back(folder, facts.spec)
-    return with_own_loss(model, _weights.section_of(facts, folder)[1]).eval()
+    return with_own_loss(read_back(folder, facts.spec), _weights.section_of(facts, folder)[1]).eval()
