@@ -85,10 +85,8 @@ def _parts(content: str | None) -> list[dict[str, str]]:
 
 @contextmanager
 def _fixed_environment(day: date | None) -> Iterator[None]:
-    """Give templates this date, if there is one, and the same random choices each time.
-
-    transformers passes no function on to a template, so its clock is set.
-    """
+    """Give templates this date, if there is one, and the same random choices each time. transformers passes no function
+    on to a template, so its clock is set."""
     from transformers.utils import chat_template_utils
 
     theirs: Any = chat_template_utils

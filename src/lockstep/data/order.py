@@ -25,9 +25,7 @@ MAX_CACHED = 1 << 20
 
 def mix(numbers: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's output function, uint64 [n] -> [n]; a library's generator might change with its version.
-
-    Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
-    """
+    Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014."""
     with np.errstate(over="ignore"):
         z = numbers.astype(np.uint64) + np.uint64(GOLDEN)
         z ^= z >> np.uint64(30)
@@ -198,10 +196,8 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamOrder(Order):
-    """Positions in a stream: those of epoch e are e N .. (e + 1) N - 1, each block of B permuted by itself.
-
-    The last block of an epoch is shorter, but not that of an endless one: more steps do not change the first ones.
-    """
+    """Positions in a stream: those of epoch e are e N .. (e + 1) N - 1, each block of B permuted by itself. The last
+    block of an epoch is shorter, but not that of an endless one: more steps do not change the first ones."""
 
     blocks: Blocks
 

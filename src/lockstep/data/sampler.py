@@ -25,10 +25,8 @@ class ShardRequest:
 
 
 def step_requests(order: Order, step: int, owned: Owned) -> list[ShardRequest]:
-    """Return the requests of a rank for one step: its shards that are not empty.
-
-    A rank whose shards are all empty gets a ghost, another rank's micro-batch, so that it joins every collective.
-    """
+    """Return the requests of a rank for one step: its shards that are not empty. A rank whose shards are all empty gets
+    a ghost, another rank's micro-batch, so that it joins every collective."""
     shards = order.shards(step)
     present = frozenset(shard for shard, rows in enumerate(shards) if len(rows))
     return [
@@ -66,10 +64,8 @@ class TrainingRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequests:
-    """Every sample once over all ranks: micro-batches of similar lengths, distributed round-robin.
-
-    Every rank gets the same number; ghosts fill up, so that a forward pass may contain collectives.
-    """
+    """Every sample once over all ranks: micro-batches of similar lengths, distributed round-robin. Every rank gets the
+    same number; ghosts fill up, so that a forward pass may contain collectives."""
 
     samples: int
     lengths: np.ndarray | None

@@ -87,10 +87,8 @@ class Stream:
         self._process = os.getpid()
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the samples at these positions; random generators are restored afterwards.
-
-        Raises DataError where passes differ in length, and SampleError for what the data set raises.
-        """
+        """Return the samples at these positions; random generators are restored afterwards. Raises DataError where
+        passes differ in length, and SampleError for what the data set raises."""
         missing = [position for position in positions if position not in self._held]
         if missing:
             with generators_restored(), _without_worker_info():

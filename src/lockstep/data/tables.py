@@ -113,10 +113,8 @@ def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator
 
 
 def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches with every value as text; by default of all columns.
-
-    `block_bytes` are read at a time, which limits the length of a row; the reader is up to 32 blocks ahead.
-    """
+    """Yield batches with every value as text; by default of all columns. `block_bytes` are read at a time, which limits
+    the length of a row; the reader is up to 32 blocks ahead."""
     with csv.open_csv(path, *_csv_options(path, check, columns=columns, block_bytes=block_bytes)) as reader:
         yield from reader
 

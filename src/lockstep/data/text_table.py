@@ -31,10 +31,8 @@ SCHEMA = pa.schema([("text", pa.large_binary()), ("label", pa.string())])
 def open_table(
     path: Path, columns: Sequence[str], kind: LabelColumn, *, check: tables.Check, cache: Path
 ) -> tuple[MappedTexts, list[Any]]:
-    """Return the texts and labels of a table, copied into the cache if they are not there yet. Raises DataError.
-
-    Safe to call from many processes at once: one copies, the others wait for it.
-    """
+    """Return the texts and labels of a table, copied into the cache if they are not there yet. Raises DataError. Safe
+    to call from many processes at once: one copies, the others wait for it."""
     found = path.stat()
     facts = [VERSION, str(path.absolute()), found.st_size, found.st_mtime_ns, type(kind).__name__, *columns]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

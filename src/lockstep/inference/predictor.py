@@ -119,10 +119,8 @@ def predictor(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Predictor:
-    """Build a predictor on a device and in a dtype, by default on a GPU, if there is one, as exported.
-
-    Raises ModelError for a model that does not support them, or that takes neither texts nor files.
-    """
+    """Build a predictor on a device and in a dtype, by default on a GPU, if there is one, as exported. Raises
+    ModelError for a model that does not support them, or that takes neither texts nor files."""
     forward, device = placed(facts, forward, device=device, dtype=dtype)
     reader = reader_of(facts.spec, processor)
     if tokenizer is None and reader is None:

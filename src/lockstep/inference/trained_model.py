@@ -38,10 +38,8 @@ BATCH = 64
 
 
 def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> tuple[str, ...]:
-    """Check the code of an export, a run or a checkpoint -> arguments that pass this on to worker processes.
-
-    Raises UserError, in particular UntrustedCode.
-    """
+    """Check the code of an export, a run or a checkpoint -> arguments that pass this on to worker processes. Raises
+    UserError, in particular UntrustedCode."""
     path = here(path)
     if export_reader.is_export(path):
         return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)

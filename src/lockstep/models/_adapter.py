@@ -199,9 +199,7 @@ def _trained(network: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def base_digest(model: Model) -> str:
     """Return the hex sha256 of the weights beside which an adapter was trained, without those that it has changed.
-
-    Names of weights differ by version, so the places of equal shapes count instead.
-    """
+    Names of weights differ by version, so the places of equal shapes count instead."""
     network = _network(model)
     return _digest_beside(network, *_trained(network))
 

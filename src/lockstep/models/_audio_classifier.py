@@ -35,10 +35,8 @@ class AudioModel(ProcessedModel):
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config.
-
-    Raises ModelError when the model cannot be loaded, or does not take what its feature extractor gives.
-    """
+    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config. Raises
+    ModelError when the model cannot be loaded, or does not take what its feature extractor gives."""
     if spec.modality != "audio" or name_of(spec) == TAGS:
         raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
     network, notes = with_new_head(AudioModel.auto_class(spec), config, spec)

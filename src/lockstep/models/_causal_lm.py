@@ -126,10 +126,8 @@ class CausalTransformer(NetworkModel):
 def settle_tokens(
     model: Any, *, ends: Sequence[int], bos: int | None, pad: int | None, kept: Collection[int]
 ) -> list[int]:
-    """Name the special tokens of the data's tokenizer in the settings of a model -> all tokens that end a text.
-
-    `kept`: those that the settings may name besides; none where the model came with another tokenizer.
-    """
+    """Name the special tokens of the data's tokenizer in the settings of a model -> all tokens that end a text. `kept`:
+    those that the settings may name besides; none where the model came with another tokenizer."""
     network: Any = model.network
     every, settings = [*ends], (network.generation_config, network.config, network.config.get_text_config())
     for each in settings:

@@ -15,10 +15,8 @@ from lockstep.models.objectives._choice import ObjectiveModel, width_of
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Give images [m, C, H, W] the strides of channels_last, also where C = 1.
-
-    There `contiguous(memory_format=torch.channels_last)` changes nothing, and convolutions choose the other format.
-    """
+    """Give images [m, C, H, W] the strides of channels_last, also where C = 1. There
+    `contiguous(memory_format=torch.channels_last)` changes nothing, and convolutions choose the other format."""
     count, channels, height, width = images.shape
     return images.permute(0, 2, 3, 1).flatten(1).view(count, height, width, channels).permute(0, 3, 1, 2)
 

@@ -29,10 +29,8 @@ class ImageModel(ProcessedModel):
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config.
-
-    Raises ModelError when the model cannot be loaded, or does not take the data's images.
-    """
+    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config. Raises
+    ModelError when the model cannot be loaded, or does not take the data's images."""
     if spec.image_shape is None or name_of(spec) == TAGS:
         raise ModelError("model.kind=image_classifier takes images of one size, with targets for each")
     network, notes = with_new_head(ImageModel.auto_class(spec), config, spec)

@@ -85,10 +85,8 @@ class TextModel(NetworkModel):
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config.
-
-    Raises ModelError when the model cannot be loaded.
-    """
+    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config. Raises
+    ModelError when the model cannot be loaded."""
     network, notes = with_new_head(TextModel.auto_class(spec), config, spec, attn_implementation=_attention(config))
     text_config = network.config.get_text_config()
     if config.resize_embeddings:

@@ -31,10 +31,8 @@ def draw_svg(
     metadata: Mapping[str, str] | None = None,
     **options: Any,
 ) -> str:
-    """Draw on a new figure and return its SVG. `settings` are rcParams; `options` go to `Figure.savefig`.
-
-    A matplotlibrc of the user, or in the current folder, is not used: it could change the picture, or run LaTeX.
-    """
+    """Draw on a new figure and return its SVG. `settings` are rcParams; `options` go to `Figure.savefig`. A
+    matplotlibrc of the user, or in the current folder, is not used: it could change the picture, or run LaTeX."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
     import matplotlib
     from matplotlib.figure import Figure

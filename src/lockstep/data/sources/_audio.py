@@ -10,10 +10,8 @@ from lockstep.data.targets import COLUMNS
 
 
 def build(config: Config, split: str) -> FileSamples:
-    """List the "train" or "test" split; the files are decoded when a micro-batch is fetched.
-
-    Raises DataError for missing folders and, unless they are skipped, files that cannot be read.
-    """
+    """List the "train" or "test" split; the files are decoded when a micro-batch is fetched. Raises DataError for
+    missing folders and, unless they are skipped, files that cannot be read."""
     read = partial(read_class_folders, modality="audio")
     found = split_of(config, split, column=COLUMNS["class"], read=read)
     source = FileSamples(found.samples, found.targets, sound_reader_of(config), skips=config.skips)

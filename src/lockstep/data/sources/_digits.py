@@ -12,10 +12,8 @@ from lockstep.data.sources.digits import Config
 
 
 def build(config: Config, split: str) -> Images:
-    """Load the "train" or "test" split; every fifth image of each class is a test image.
-
-    Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998; grey values 0..16.
-    """
+    """Load the "train" or "test" split; every fifth image of each class is a test image. Source: E. Alpaydin, C.
+    Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998; grey values 0..16."""
     table = _table()
     labels = table[:, -1].astype(np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)

@@ -16,9 +16,7 @@ from lockstep.data.targets import COLUMNS, LabelColumn
 
 def build(config: Config, split: str) -> Images | Texts:
     """Load the "train" or "test" split, as texts or as uint8 images [N, C, H, W]; the classes are those of `train`.
-
-    Raises DataError for missing or damaged files, columns, texts, images and labels.
-    """
+    Raises DataError for missing or damaged files, columns, texts, images and labels."""
     column = COLUMNS[config.labels]
     found = split_of(config, split, column=column, read=partial(_read_checked, config))
     samples, targets = found.samples, found.targets
@@ -41,10 +39,8 @@ def _read_checked(config: Config, path: Path) -> Found:
 
 
 def read(path: Path, names: tuple[str, str], kind: LabelColumn, *, cache: Path | None = None) -> Found:
-    """Read a table, by the names of its text and its label column, or the images of a folder of class folders.
-
-    The texts of a large table are mapped into memory, if there is a folder for a cache. Raises DataError.
-    """
+    """Read a table, by the names of its text and its label column, or the images of a folder of class folders. The
+    texts of a large table are mapped into memory, if there is a folder for a cache. Raises DataError."""
     found = _table(path, names, kind, cache=cache) if path.is_file() else read_class_folders(path, "image")
     if not len(found.samples):
         raise DataError(f"{path} holds no sample: it has columns, but no row below them")

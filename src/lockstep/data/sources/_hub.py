@@ -54,9 +54,7 @@ class HubSplit:
 
 def build(config: Config, split: str) -> Source:
     """Load the "train" or "test" split: texts, or uint8 images [N, C, H, W]; the classes are the training split's.
-
-    Raises DataError when the data set, a split or a column is missing, a sample damaged or not labelled.
-    """
+    Raises DataError when the data set, a split or a column is missing, a sample damaged or not labelled."""
     train = _load(config, config.train_split)
     data = train if split == "train" else _load(config, config.test_split)
     if config.streaming:
@@ -120,10 +118,8 @@ def _targets(train: HubSplit, data: HubSplit, config: Config) -> Targets:
 
 
 def _streamed(train: Any, data: Any, config: Config) -> Source:
-    """Return the samples of `data`, a split as a `datasets.IterableDataset`, like those of the training split.
-
-    Raises DataError where the classes are not known before all samples are read.
-    """
+    """Return the samples of `data`, a split as a `datasets.IterableDataset`, like those of the training split. Raises
+    DataError where the classes are not known before all samples are read."""
     where = f"{config.name}, split {data.split}"
     encode = _encoder(train, config)
     targets = encode([], lambda _: where)

@@ -65,10 +65,8 @@ def to_hub(name: str, *, is_space: bool, is_private: bool) -> Upload:
 
 
 def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_private: bool) -> str:
-    """Create the repository if there is none, and commit the folder's files -> its address.
-
-    The commit also removes files of an earlier export that this one no longer has: transformers would read them.
-    """
+    """Create the repository if there is none, and commit the folder's files -> its address. The commit also removes
+    files of an earlier export that this one no longer has: transformers would read them."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 

@@ -37,10 +37,8 @@ class ChunkFiles:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this command alone; remove it afterwards if no chunk is in it.
-
-        Raises LaunchError where another command holds it, DataError where it contains other files.
-        """
+        """Hold the folder for this command alone; remove it afterwards if no chunk is in it. Raises LaunchError where
+        another command holds it, DataError where it contains other files."""
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -64,9 +62,7 @@ class ChunkFiles:
 
     def resume(self, facts: Mapping[str, Any], chunks: Sequence[Chunk]) -> tuple[set[str], str]:
         """Keep the files that are still valid, remove the others -> the names of those kept, a message for the user.
-
-        `facts` is everything besides the rows that the predictions depend on.
-        """
+        `facts` is everything besides the rows that the predictions depend on."""
         try:
             previous = storage.read_json(self.folder / FACTS)
         except FileNotFoundError:

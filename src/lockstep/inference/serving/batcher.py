@@ -87,10 +87,8 @@ class Batcher(Queue[Item]):
             self._threads.submit(self._run, number)
 
     async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return the scores of encoded samples, float32 [K] or [W, K], in their order.
-
-        Raises Full, without queueing any. Cancelling it removes its inputs from the queue.
-        """
+        """Return the scores of encoded samples, float32 [K] or [W, K], in their order. Raises Full, without queueing
+        any. Cancelling it removes its inputs from the queue."""
         loop = asyncio.get_running_loop()
         items = [Item(predictor=predictor, sample=sample, answer=loop.create_future()) for sample in samples]
         with self._lock:

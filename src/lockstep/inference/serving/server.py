@@ -25,11 +25,8 @@ PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prom
 
 
 def serve(load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]) -> None:
-    """Serve the model that `load` returns until SIGTERM or SIGINT, then answer what has been accepted.
-
-    SIGHUP reloads it. Raises LaunchError if the port is unavailable, MissingExtra without the packages, and the errors
-    of `load`.
-    """
+    """Serve the model that `load` returns until SIGTERM or SIGINT, then answer what has been accepted. SIGHUP reloads
+    it. Raises LaunchError if the port is unavailable, MissingExtra without the packages, and the errors of `load`."""
     plugins.require("serve", *PACKAGES, what="lockstep serve")
     if settings.api_key is not None and settings.api_key.strip() != (settings.api_key or None):
         raise LaunchError(

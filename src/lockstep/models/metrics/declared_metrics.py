@@ -21,10 +21,8 @@ Requested = Literal["auto"] | tuple[str, ...]
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """A function of a sum of statistics over all samples.
-
-    Much quicker to import than torchmetrics, which would cost every process two seconds.
-    """
+    """A function of a sum of statistics over all samples. Much quicker to import than torchmetrics, which would cost
+    every process two seconds."""
 
     statistics: Callable[..., Tensor]
     """(the metric's arguments, on the CPU) -> what a micro-batch adds, int64 or float64 of a constant shape."""

@@ -107,10 +107,8 @@ class ReplayTally(Tally):
 
 
 class MergedTally(ReplayTally):
-    """A metric with mergeable states: each process updates it with its own micro-batches, one at a time.
-
-    Not by Metric.merge_state, which copies list states at every call and puts the newer rows first.
-    """
+    """A metric with mergeable states: each process updates it with its own micro-batches, one at a time. Not by
+    Metric.merge_state, which copies list states at every call and puts the newer rows first."""
 
     def __init__(self, declared: DeclaredMetric, device: torch.device) -> None:
         super().__init__(declared, device)

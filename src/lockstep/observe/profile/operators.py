@@ -53,9 +53,7 @@ def _line(event: Any) -> str:
 
 def caller(stack: Sequence[str] | None) -> str:
     """Return the innermost line that is neither PyTorch's, Python's nor Lockstep's own, such as "model.py:12 forward".
-
-    `stack`: "FILE(LINE): FUNCTION", the innermost first; files in a folder of imports are relative to it.
-    """
+    `stack`: "FILE(LINE): FUNCTION", the innermost first; files in a folder of imports are relative to it."""
     for frame in stack or ():
         path, _, rest = frame.partition("(")
         number, _, function = rest.partition("): ")

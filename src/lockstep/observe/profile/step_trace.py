@@ -26,9 +26,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 @contextmanager
 def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
     """Profile a block and write the trace; phases are named in it, on a GPU also as NVTX ranges for Nsight. Collective.
-
-    With `with_stack` each operation has the lines of Python that called it, which takes time and memory.
-    """
+    With `with_stack` each operation has the lines of Python that called it, which takes time and memory."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -84,9 +84,7 @@ class TensorBoard:
 
     def _write_hyperparameters(self, event: RunEnded) -> None:
         """Write the settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
-
-        add_hparams of torch would make a run of its own of them.
-        """
+        add_hparams of torch would make a run of its own of them."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams
 

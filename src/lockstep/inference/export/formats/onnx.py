@@ -27,10 +27,8 @@ LEAST_BYTES = 512 << 20
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """Write the graph, with dynamic batch size and length; weights beyond 2 GB go to model.onnx.data beside it.
-
-    Raises ModelError for a model that cannot be traced, MissingExtra without onnx.
-    """
+    """Write the graph, with dynamic batch size and length; weights beyond 2 GB go to model.onnx.data beside it. Raises
+    ModelError for a model that cannot be traced, MissingExtra without onnx."""
     plugins.require("onnx", "onnx", "onnxscript", "onnxruntime", what="export.kind=onnx")
     inputs = inputs_of(batch, facts.learned.TARGETS)
     if ambiguous := sorted({*inputs} & {*facts.outputs}):
