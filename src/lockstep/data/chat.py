@@ -67,8 +67,7 @@ class ChatTokenizer:
     assistant says has a target."""
 
     def __init__(self, inner: TextTokenizer, *, day: date | None = None, skips: bool = False) -> None:
-        """`day`: the date that the template is given in training; `skips`: whether chats that the template refuses are
-        left out."""
+        """`day`: date that the template gets in training; `skips`: leave out chats that the template refuses."""
         self.inner: Any = inner
         """One with a template is PartsOfWords."""
         self.pad_id, self.token_bytes, self.begin, self.skips = inner.pad_id, inner.token_bytes, inner.begin, skips
@@ -128,8 +127,7 @@ class ChatTokenizer:
     def _renderer(
         self, messages: Sequence[Message], tools: Any, on: date | None, *, is_prompt: bool = False
     ) -> tuple[Sequence[Message], Render]:
-        """Return a chat with escaped names of special tokens, and the function that renders its first messages. Raises
-        DataError."""
+        """Return a chat with escaped names of special tokens, and what renders its first messages. Raises DataError."""
         template = self.template
         assert template is not None
         if self.inner.names is not None:
@@ -219,8 +217,7 @@ class ChatTokenizer:
 
 
 def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
-    """Return the pieces of a chat as one sample, or as one sample per learned answer where the template changes earlier
-    turns. Raises DataError."""
+    """Return a chat's pieces as one sample, or one per learned answer where earlier turns change. Raises DataError."""
     whole = render(len(messages))
     if pieces := _pieces(messages, whole, render):
         said = [each for each in messages[1:] if each["role"] == ASSISTANT and is_learned(each) and each.get("content")]
@@ -256,8 +253,7 @@ def _pieces(messages: Sequence[Message], whole: str, render: Render) -> list[Pie
 
 
 def _answer(message: Message, number: int, render: Render) -> str:
-    """Return the text that follows the prompt of an answer. Raises DataError where the rendered answer does not begin
-    with its prompt."""
+    """Return the text that follows an answer's prompt. Raises DataError where the answer does not begin with it."""
     prompt, after = render(number, is_prompt=True), render(number + 1)
     if after.startswith(prompt):
         return after[len(prompt) :]

@@ -49,8 +49,7 @@ def _message(given: Any, name: str) -> Message:
 
 
 def _learned(given: Any, name: str, values: tuple[Any, Any]) -> Any:
-    """Return one of the two values of a key that says whether a message is learned, as files write it. Raises
-    DataError."""
+    """Return which of the two values of a key, for learned or not, a file's value stands for. Raises DataError."""
     for value in values:
         if given == value or str(given).strip().lower() in (str(value).lower(), str(float(value)), str(int(value))):
             return value

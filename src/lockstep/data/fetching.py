@@ -24,8 +24,7 @@ MAX_WINDOWS = 64
 
 
 class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
-    """Fetches and collates whole micro-batches. Random numbers drawn by the source or an augmentation depend on the
-    samples, not on the process."""
+    """Fetches and collates whole micro-batches; random numbers depend on the samples, not on the process."""
 
     def __init__(self, source: Source, faults: Faults, *, seed: int, pad_id: int) -> None:
         self.source, self.faults, self.seed, self.pad_id = source, faults, seed, pad_id
@@ -93,8 +92,7 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         return collate(columns, self.pad_id, spec=self.source.spec, samples=request.indices)
 
     def columns(self, request: ShardRequest) -> Columns:
-        """Fetch the samples. Random numbers drawn in __getitems__ depend on seed, epoch and the first sample; those of
-        an augmentation, on its own sample."""
+        """Fetch the samples. Random numbers depend on seed, epoch, first sample; an augmentation's, on its own."""
         seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
         try:
             if isinstance(self.source, Augmented):

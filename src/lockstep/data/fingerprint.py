@@ -62,8 +62,7 @@ def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[st
 
 
 def check_equal(found: object) -> None:
-    """Raise DataError on all ranks where `found`, checksums and classes of the training data, differs between them. A
-    collective."""
+    """Raise DataError on all ranks where `found`, sums and classes of the data, differs between them. Collective."""
     ranks = all_gather_object(found)
     if other := [rank for rank, each in enumerate(ranks) if each != ranks[0]]:
         error = DataError(

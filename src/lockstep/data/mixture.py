@@ -56,8 +56,7 @@ class Mixture:
         return out
 
     def spread(self, count: int) -> "Mixture | None":
-        """Return the mixture of `count` samples that spread_evenly leaves of the sources, in epochs of as many draws;
-        None where a source has none left."""
+        """Return the mixture of what spread_evenly leaves, in epochs of `count`; None where a source has none left."""
         if count >= sum(self.sizes):
             return self
         rows = EvenRows(count, sum(self.sizes))[np.arange(count)]

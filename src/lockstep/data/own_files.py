@@ -122,8 +122,7 @@ class OwnSplit:
 
 
 def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read: Callable[[Path], Found]) -> OwnSplit:
-    """Return the "train" or "test" split: data.test, or what is held out of data.train. The classes are those of
-    `train`. Raises DataError."""
+    """Return a split: data.test, or what is held out of data.train. Classes are those of `train`. Raises DataError."""
     train = _checked(section.train, read)
     if train.empty:
         raise DataError(train.empty)

@@ -57,8 +57,7 @@ class Windows:
     def __init__(
         self, tokens: Tokens, token_bytes: np.ndarray, *, context: int, starts: np.ndarray | None = None
     ) -> None:
-        """`starts`: first tokens of documents that are kept apart. Raises DataError for fewer tokens than one sample
-        takes."""
+        """`starts`: first tokens of documents kept apart. Raises DataError for fewer tokens than one sample takes."""
         self.tokens, self.token_bytes, self.context, self.starts = tokens, token_bytes, context, starts
         self.ids = tokens.ids
         self.spec = DataSpec(

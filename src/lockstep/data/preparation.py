@@ -78,8 +78,7 @@ def preparation_of(file: Path) -> Preparation | None:
 
 
 def with_inputs_known(source: Source, preparation: Preparation | None) -> Source:
-    """Return a source whose spec says whether its images have to be prepared. Raises DataError where `prepare` does not
-    make what it gives."""
+    """Return the source; its spec says whether to prepare images. Raises DataError where `prepare` makes others."""
     shape = source.spec.image_shape
     if shape is None:
         return source

@@ -18,8 +18,7 @@ from lockstep.core.numerics.seeds import generators_restored, seed_all, seed_of
 Convert = Callable[[Any, int], Any]
 """Row of the stream, and its position -> sample."""
 _INHERITED: list[Any] = []
-"""Readers of the process that this one was forked from. They share its open files, and closing them would run code of
-the user's twice: they are left alone."""
+"""Readers of the process that this was forked from: closing their open files would run the user's code twice."""
 
 
 def is_iterable_only(dataset: Any) -> bool:
@@ -66,8 +65,7 @@ class Stream:
             self.length = self.samples = min(samples, self.length)
 
     def train(self, samples: int, *, seed: int, held_samples: int) -> None:
-        """Prepare for a training that takes `samples` in an epoch, each at most `held_samples` before one that has been
-        taken."""
+        """Prepare for a training with `samples` in an epoch, each at most `held_samples` before one already taken."""
         self.samples, self.seed, self.held_samples = samples, seed, held_samples
         self.rewind()
 

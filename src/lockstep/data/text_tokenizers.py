@@ -119,8 +119,7 @@ class PartsOfWords:
     def __init__(
         self, tokenizer: Any, end_id: int, origin: Any = None, *, special: SpecialTokensInText = "as_text"
     ) -> None:
-        """`origin` is the tokenizer of transformers that it is taken from; `special`:
-        data.special_tokens_in_text."""
+        """`origin`: the tokenizer of transformers that it is taken from; `special`: data.special_tokens_in_text."""
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
         has_own = not (getattr(origin, "chat_template", None) or PLAIN).endswith(PLAIN)
         self.template = Template(origin) if has_own else None

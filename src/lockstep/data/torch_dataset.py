@@ -18,8 +18,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
-    """Return the data set's attribute `lengths` as int64 [len]; None if it has none. Raises DataError unless it is one
-    length per sample."""
+    """Return the attribute `lengths` as int64 [len], None without one. Raises DataError unless each sample has one."""
     attribute = getattr(dataset, "lengths", None)
     if attribute is None:
         return None

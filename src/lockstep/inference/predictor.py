@@ -57,8 +57,7 @@ class Predictor:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads predict faster than one: not on a GPU, nor where the model has a lock or, as in
-        onnxruntime, its own threads."""
+        """Whether threads predict faster than one: not on a GPU, with a lock, or with own threads (onnxruntime)."""
         return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
@@ -151,8 +150,7 @@ def predictor(
 def placed(
     facts: ExportFacts, forward: Forward, *, device: torch.device | None, dtype: DTypeName | None
 ) -> tuple[Forward, torch.device]:
-    """Move a model to a device and a dtype, by default to a GPU, if there is one, as exported. Raises ModelError for a
-    graph that does not support them."""
+    """Move a model to a device, by default a GPU if there is one, and a dtype. Raises ModelError where it cannot."""
     device = device or torch.device("cuda" if isinstance(forward, nn.Module) and torch.cuda.is_available() else "cpu")
     if isinstance(forward, nn.Module):
         return forward.to(device, TORCH_DTYPES[dtype] if dtype else None).eval(), device

@@ -38,8 +38,7 @@ BATCH = 64
 
 
 def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> tuple[str, ...]:
-    """Check the code of an export, a run or a checkpoint -> arguments that pass this on to worker processes. Raises
-    UserError, in particular UntrustedCode."""
+    """Check the code of an export, run or checkpoint -> arguments that workers get. Raises UserError, UntrustedCode."""
     path = here(path)
     if export_reader.is_export(path):
         return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)
@@ -187,8 +186,7 @@ def trained_on(folder: Path) -> tuple[str, str, str | None]:
 def loader(
     path: Path, *, device: str = "cpu", dtype: DTypeName | None = None, base: str | None = None
 ) -> Callable[[], Predictor | Generator]:
-    """Return a function that opens a predictor, for reloading; device `auto` is a GPU if there is one. Raises
-    LaunchError for an unavailable device."""
+    """Return a function that opens a predictor; `auto`: a GPU if there is one. Raises LaunchError for no device."""
     try:
         opened = None if device == "auto" else torch.device(device)
         torch.empty(0, device=opened)

@@ -224,8 +224,7 @@ def base_settings(model: Model) -> dict[str, Any]:
 
 
 def _changed_setting(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe the first setting that differs; those that one version of transformers lacks do not count, and those
-    without an effect."""
+    """Describe the first setting that differs, of those with an effect that both versions of transformers have."""
     for key in sorted(key for key in before.keys() & now.keys() if not WITHOUT_EFFECT.search(key)):
         one, other = before[key], now[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -276,8 +275,7 @@ def load_adapter(model: Model, folder: Path, *, digest: str, settings: Mapping[s
 
 
 def _add(network: Any, folder: Path) -> tuple[Any, set[str]]:
-    """Put the adapter in a folder into a network -> peft's config, and the names of the folder's weights there. Raises
-    ModelError."""
+    """Put a folder's adapter into a network -> peft's config, and the names of its weights. Raises ModelError."""
     from peft.utils.other import ModulesToSaveWrapper
 
     try:

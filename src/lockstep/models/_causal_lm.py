@@ -149,8 +149,7 @@ def settle_tokens(
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, or start with random ones. Raises ModelError when the model cannot be loaded, reads
-    ahead, or lacks tokens of the data."""
+    """Load a model, or draw random weights. Raises ModelError if it does not load, reads ahead, or lacks tokens."""
     if spec.vocabulary is None:
         raise ModelError("model.kind=causal_lm predicts tokens, but the data has none: set data.kind=text")
     network, notes = (_untrained if config.from_config else _trained)(config, spec)
@@ -167,8 +166,7 @@ def build(config: Config, spec: DataSpec) -> Model:
 
 
 def _add_router_loss(config: Config, model: CausalTransformer) -> list[str]:
-    """Add the router's loss to that of training, as the network's own class adds it -> a note. Raises ModelError where
-    its weight is not known."""
+    """Add the router's loss as the network's own class does -> a note. Raises ModelError for an unknown weight."""
     network: Any = model.network
     owners = (network, network.config, network.config.get_text_config())
     weights = [getattr(owner, name, None) for owner in owners for name in ROUTER_WEIGHTS]
@@ -265,8 +263,7 @@ def _check_length(longest: int | None, length: int) -> None:
 
 
 def _check_fit(config: Config, spec: DataSpec, settings: Any) -> None:
-    """Raise ModelError for a model that transformers cannot continue texts with, such as an encoder, and for samples
-    that are too long for it."""
+    """Raise ModelError for a model that cannot continue texts, such as an encoder, and for samples too long for it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     is_encoder = (

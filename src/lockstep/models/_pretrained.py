@@ -102,8 +102,7 @@ class NetworkModel(ObjectiveModel):
 
 
 def position_rows(network: Any) -> int | None:
-    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None without a
-    table."""
+    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None without one."""
     tables = [module for name, module in network.named_modules() if name.rpartition(".")[2] in POSITIONS]
     found = [
         len(table.weight) - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)

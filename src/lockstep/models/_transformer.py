@@ -85,8 +85,7 @@ class TextModel(NetworkModel):
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config. Raises
-    ModelError when the model cannot be loaded."""
+    """Load pretrained weights, with a new head for the data's targets, named in its config. Raises ModelError."""
     network, notes = with_new_head(TextModel.auto_class(spec), config, spec, attn_implementation=_attention(config))
     text_config = network.config.get_text_config()
     if config.resize_embeddings:
@@ -171,8 +170,7 @@ def _attention(config: Config) -> str | None:
 
 
 class PretrainedTokenizer:
-    """The tokenizer saved with the model, which marks tokens where the data has classes of words. Raises ModelError
-    when it cannot be loaded."""
+    """The tokenizer saved with the model; of words it marks tokens. Raises ModelError where it cannot be loaded."""
 
     def __init__(self, config: Config, spec: DataSpec | None = None, *, special: str = "as_text") -> None:
         """`special`: data.special_tokens_in_text."""
@@ -213,8 +211,7 @@ class PretrainedTokenizer:
         self.key = hashlib.sha256(f"{form} {_state_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Return token ids with special tokens, int32 [T_i] per text, 1 <= T_i <= max_length; multi-threaded. Of texts
-        of words they are marked."""
+        """Return token ids with special tokens, int32 [T_i], 1 <= T_i <= max_length, marked for words; in threads."""
         if self.has_words:
             return self._marked([words_of(text)[: self.max_length] for text in texts])
         starts = [self._start(text) for text in texts]

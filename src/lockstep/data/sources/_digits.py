@@ -26,6 +26,5 @@ def build(config: Config, split: str) -> Images:
 
 @cache
 def _table() -> NDArray[np.float64]:
-    """Return the pixels and the label, [1797, 65], from scikit-learn's file itself: its import would take every process
-    two seconds."""
+    """Return pixels and label, [1797, 65], from the file itself: importing scikit-learn takes two seconds."""
     return np.loadtxt(plugins.package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",")

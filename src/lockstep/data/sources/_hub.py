@@ -118,8 +118,7 @@ def _targets(train: HubSplit, data: HubSplit, config: Config) -> Targets:
 
 
 def _streamed(train: Any, data: Any, config: Config) -> Source:
-    """Return the samples of `data`, a split as a `datasets.IterableDataset`, like those of the training split. Raises
-    DataError where the classes are not known before all samples are read."""
+    """Return a `datasets.IterableDataset`, like the training split. Raises DataError where classes are not known."""
     where = f"{config.name}, split {data.split}"
     encode = _encoder(train, config)
     targets = encode([], lambda _: where)

@@ -75,8 +75,7 @@ def evaluate(target: Path, overrides: Sequence[str], options: EvaluateOptions, *
 
 
 def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *, launch: Launch) -> tuple[int, Path]:
-    """Measure each sample once, by processes that `launch` starts -> its exit code, the folder of the results. Raises
-    UserError."""
+    """Measure each sample once, in processes that `launch` starts -> exit code, folder of results. Raises UserError."""
     if options.split not in SPLITS:
         raise ConfigError(
             f"there is no split {options.split!r}{nearest(options.split, SPLITS)} (there is: test, train)"

@@ -55,8 +55,7 @@ def data_uri(columns: Mapping[str, Any]) -> str:
 
 
 def write_tensorboard(samples: Sequence[HighLossSample], folder: Path, *, step: int, data: str) -> None:
-    """Write samples to a run's TensorBoard folder, in place of those of an earlier evaluation of the step. Raises
-    OSError."""
+    """Write samples to a run's TensorBoard folder, in place of an earlier evaluation of the step. Raises OSError."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.data_compat import migrate_value  # to the form that has a title
     from torch.utils.tensorboard.summary import image

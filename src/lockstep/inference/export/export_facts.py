@@ -189,8 +189,7 @@ class ExportFacts(BaseModel):
 
 
 def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> ExportFacts:
-    """Return the facts of a model, without those of this machine alone: exports are passed on. The home folder is
-    written as ~."""
+    """Return a model's facts to pass on: without those of this machine alone, and with ~ for the home folder."""
     model = {name: value for name, value in section.model_dump(mode="json").items() if (name, value) != ("file", None)}
     for key in ("file", "name"):  # a user's own code, and a pretrained model's files, are copied beside it
         if Path(model.get(key, "")).is_absolute():

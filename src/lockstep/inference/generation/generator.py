@@ -40,8 +40,7 @@ class Completion:
     text: str = ""
     """Text that later tokens cannot change: without an incomplete character, or what may become a stop text."""
     finish: str = ""
-    """Reason of its end: "end" (the model ended the text), "stop" (a stop text), "length" (max_tokens, or the context
-    is full); empty before."""
+    """Reason of its end: "end" (of the text), "stop" (a stop text), "length" (max_tokens, full context); else empty."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
@@ -174,8 +173,7 @@ class GeneratedBatch:
         self._keep([number for number, row in enumerate(self.rows) if not any(row is each for each in completions)])
 
     def step(self) -> None:
-        """Add a token to each completion, and drop those that have ended. Raises ModelError for logits that are not
-        finite."""
+        """Add a token to each, and drop those that have ended. Raises ModelError for logits that are not finite."""
         logits = self.decoding.logits.float().cpu()
         if not torch.isfinite(logits).all():
             raise ModelError(f"the outputs of {self.generator.facts.title} are not finite: use another --dtype")
@@ -230,8 +228,7 @@ def generator(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Generator:
-    """Build a generator on a device and in a dtype, by default those of `placed`. Raises ModelError for a model that
-    fails."""
+    """Build a generator on a device, in a dtype, by default as `placed` does. Raises ModelError for one that fails."""
     forward, device = placed(facts, forward, device=device, dtype=dtype)
     context = int(facts.recipe.get("data", {}).get("context", CONTEXT))
     if isinstance(forward, Model) and not facts.model.get("from_config"):  # others know no positions beyond it

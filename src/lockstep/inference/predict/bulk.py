@@ -134,8 +134,7 @@ def _predict_chunks(scan: InputScan, done: set[str], pool: WorkerPool, *, consol
 
 
 def _schema(scan: InputScan, model: ExportFacts, options: PredictOptions) -> pa.Schema:
-    """Return the schema of the output. Raises UserError for a model of another modality, and for columns that clash
-    or cannot be written."""
+    """Return the output's schema. Raises UserError for another modality, columns that clash or cannot be written."""
     source = scan.input
     if ("text" if model.learned.GENERATES else model.modality) != source.modality:
         takes, holds = samples_of(model.modality), samples_of(source.modality)

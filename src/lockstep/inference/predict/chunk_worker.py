@@ -120,8 +120,7 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
 
 
 def open_model(task: ChunkTask, send: Callable[[Message], object]) -> "ChunkModel":
-    """Open the model on one core: one thread for kernels and for tokenizers, deterministic kernels on a GPU. Raises
-    UserError."""
+    """Open the model with one thread for kernels and tokenizers, deterministic kernels on a GPU. Raises UserError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each process starts as many threads as there are cores
     fix_numerics(threads=1, exact=True)
     deferred_dynamo.install()  # transformers imports it, unless it was preloaded

@@ -53,8 +53,7 @@ class PredictionInput:
     """Names in the rows of JSON that have been read for an output that keeps them."""
 
     def chunks(self) -> Iterator[pa.Table]:
-        """Yield all rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk. Raises
-        DataError for an input that cannot be read, or lacks the column."""
+        """Yield all rows, CHUNK_ROWS in each table but the last, types inferred for each. Raises DataError."""
         with tables.read_errors(self.path):
             yield from _rechunk(self.reader(self.path, self.column))
 
@@ -118,8 +117,7 @@ def _rechunk(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def concatenated(blocks: list[pa.Table]) -> pa.Table:
-    """Return one contiguous table; a column that a block lacks is null there. Raises ArrowInvalid for columns without
-    a common type."""
+    """Return one contiguous table, null where a block lacks a column. Raises ArrowInvalid without a common type."""
     return pa.concat_tables(blocks, promote_options="permissive").combine_chunks()
 
 
@@ -181,8 +179,7 @@ def _json_rows(path: Path, column: str, *, chats: str | None) -> Iterator[tuple[
 
 
 def _with_chat(row: dict[str, Any], column: str) -> dict[str, Any]:
-    """Return a row with its chat as JSON in CHAT: messages without an answer at the end, and tool schemas. Raises
-    DataError."""
+    """Return a row with its chat as JSON in CHAT: messages up to what is asked, and tool schemas. Raises DataError."""
     messages = messages_of(row[column])
     while messages and messages[-1]["role"] == ASSISTANT:
         messages.pop()

@@ -129,8 +129,7 @@ class WorkerPool:
                 worker.rows += self._count(message)
 
     def _count(self, message: Message) -> int:
-        """Count and report the rows of a message, and the prompts that were cut -> the number of rows. Raises the error
-        that a worker has sent."""
+        """Count and report a message's rows and cut prompts -> the rows. Raises the error that a worker has sent."""
         if isinstance(message, LockstepError):
             raise message
         if not isinstance(message, tuple):

@@ -24,8 +24,7 @@ MAX_BODIES = 32
 """Number of bodies of the largest size, or total of smaller ones, held at a time; others are answered with 503."""
 BUSY = {"retry-after": "1"}
 DISCARDED_FACTOR = 4
-"""A body up to this many times too large is read and discarded, so that the client gets a response instead of a
-connection reset."""
+"""A body up to this many times too large is read and discarded: the client gets a response, not a reset."""
 
 
 class Refused(Exception):

@@ -100,8 +100,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _counts(logits: Tensor, target: Tensor) -> Tensor:
-    """Return int64 [K + 1, 3]: of each class true positives, false positives and false negatives; then exact matches,
-    samples, and 0."""
+    """Return int64 [K + 1, 3]: true and false positives, false negatives of each class; exact matches, samples, 0."""
     fits, is_one = logits.float().sigmoid() > LEAST, target > 0
     counts = torch.stack([fits & is_one, fits & ~is_one, ~fits & is_one], dim=-1).sum(0)
     last = torch.tensor([[int((fits == is_one).all(1).sum()), len(fits), 0]])

@@ -89,8 +89,7 @@ class Objective(ABC):
         return {}
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Rows, Rows] | None:
-        """Return outputs [m, K] and targets [m] or [m, K] of a micro-batch for the report of an evaluation; None where
-        there is no such pair."""
+        """Return outputs [m, K] and targets [m] or [m, K] for the report of an evaluation; None without such a pair."""
         return None
 
 

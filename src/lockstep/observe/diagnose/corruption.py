@@ -48,8 +48,7 @@ class Verdict:
 
 
 def verdict(runs: Sequence[Sequence[RankRun]]) -> Verdict:
-    """Judge at least two runs of a step, each with the results of every rank. Ranks vote on each shard that they ran;
-    one process alone votes in each run."""
+    """Judge two or more runs of a step. Ranks vote on each shard that they ran; one process alone, in each run."""
     is_alone = len(runs[0]) == 1
     answers: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for number, ranks in enumerate(runs):

@@ -17,8 +17,7 @@ MOST_NAMED = 3
 
 
 class RankComparison:
-    """Compares parameters, or shards of them, between the ranks that hold the same ones. `copies`: the ranks that hold
-    the same as this one."""
+    """Compares parameters, or shards of them, between the ranks that hold the same ones as this one, `copies`."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], step: int, copies: Sequence[int]) -> None:
         held = list(parameters)

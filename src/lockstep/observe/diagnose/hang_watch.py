@@ -50,8 +50,7 @@ class TrainingThread:
             self.location, self.since = location, time.monotonic()
 
     def report(self, rank: int, step: int) -> Report:
-        """Report its location with all stacks; that of a data loader's worker process where it waits for one, and the
-        collective that its GPU waits in."""
+        """Report its location and stacks; those of a loader's worker that it waits for; what its GPU waits in."""
         stack, waits, since = stack_of(self.ident), self.waits_in(), self.since
         location, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
         if on_gpu := flight_recorder.unfinished():
@@ -88,8 +87,7 @@ class Limits:
     """Limits from which a rank counts as stuck or silent, and the reaction."""
 
     hang_seconds: float | None
-    """A step that takes longer is diagnosed; None: ten times the median step, at least 30 s, but before collectives
-    time out."""
+    """A longer step is diagnosed; None: ten times the median step, at least 30 s, but before collectives time out."""
     timeout_seconds: float
     """Timeout of a collective."""
     restarts: bool

@@ -16,8 +16,7 @@ MOST_FOUND = 100
 
 @dataclass(kw_only=True)
 class Spikes:
-    """Looks at every step, logged or not, with a memory that checkpoints hold: marks depend neither on
-    observe.log_every nor on kills and resumes."""
+    """Looks at every step, with a memory that checkpoints hold: no mark depends on logging, kills or resumes."""
 
     recent: dict[str, list[float]] = field(default_factory=dict)
     """Quantity -> its last values."""

@@ -12,8 +12,7 @@ PATIENCE = timedelta(seconds=10)
 
 
 class StoreNotes:
-    """Notes by rank in the store, over a connection of its own, for use by one thread. Methods raise dist.DistError
-    when the store is lost."""
+    """Notes by rank in the store, over a connection of its own, for one thread. Methods raise dist.DistError."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

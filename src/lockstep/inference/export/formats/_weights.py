@@ -27,8 +27,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) -> tuple[Any, ModelSection]:
-    """Return the model's plugin and its section, with paths in the export's folder except that of an adapter's model.
-    Raises ModelError."""
+    """Return a model's plugin and section, with paths in the folder but an adapter's model. Raises ModelError."""
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:

@@ -13,8 +13,7 @@ from lockstep.inference.export.formats._graph import Traceable, dynamic_dimensio
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
 PROGRAM = FILE
-"""File whose loading can execute arbitrary code: torch unpickles, evaluates shape expressions, and calls any torch
-function that a node names."""
+"""Loading it can execute code: torch unpickles, evaluates shape expressions, calls the functions that nodes name."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
