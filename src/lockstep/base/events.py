@@ -212,7 +212,8 @@ class Observer(Protocol):
         """Handle an event; unknown types must be ignored. What it returns is asked of the run."""
 
     def close(self) -> None:
-        """Flush and release everything; called once."""
+        """Flush and release everything; called once. By default nothing is kept open."""
+        return
 
 
 class Bus:

@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ class ClassesColumn(LabelColumn):
         parts = [part.strip() for part in cell.split(SEPARATOR)] if isinstance(cell, str) else cell
         if not isinstance(parts, list | tuple | np.ndarray):
             parts = [parts]
-        return labels_of([part for part in parts if part != ""], lambda _: place(number))
+        return labels_of([part for part in parts if part != ""], _at(place, number))
 
     def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
         return names_of(name for row in train for name in row)
@@ -89,12 +88,12 @@ class ClassesColumn(LabelColumn):
             raise DataError("no sample has a class: name the column that holds them with data.label_column")
         values = np.zeros((len(read), len(names)), dtype=np.uint8)
         for number, row in enumerate(read):
-            values[number, positions(row, names, partial(_same_place, place(number)), known_to=known_to)] = 1
+            values[number, positions(row, names, _at(place, number), known_to=known_to)] = 1
         return Targets(values=values, labels=names, objective="multilabel")
 
 
-def _same_place(place: str, _: int) -> str:
-    return place
+def _at(place: Place, number: int) -> Place:
+    return lambda _: place(number)
 
 
 class NumberColumn(LabelColumn):
@@ -125,7 +124,7 @@ class TagsColumn(ClassesColumn):
 
     def read(self, cells: Iterable[Any], place: Place) -> list[list[str]]:
         found = [_listed(cell, place(number), "labels") for number, cell in enumerate(cells)]
-        return [labels_of(row, partial(_same_place, place(number))) for number, row in enumerate(found)]
+        return [labels_of(row, _at(place, number)) for number, row in enumerate(found)]
 
     def read_texts(self, texts: Iterable[Any], read: Sequence[Any], place: Place) -> list[str]:
         """Return the joined words. Raises DataError where there are not as many as labels."""
@@ -147,7 +146,7 @@ class TagsColumn(ClassesColumn):
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
         values = np.empty(len(read), dtype=object)
         for number, row in enumerate(read):
-            values[number] = positions(row, names, partial(_same_place, place(number)), known_to=known_to)
+            values[number] = positions(row, names, _at(place, number), known_to=known_to)
         return Targets(values=values, labels=names, objective="token_classification")
 
 

@@ -16,6 +16,7 @@ from lockstep.base import storage
 from lockstep.base.events import (
     CheckpointSaved,
     Evaluated,
+    Observer,
     RankTimes,
     Regrouped,
     RunEnded,
@@ -36,7 +37,7 @@ MOST_CHARACTERS = 2000
 """Length limit of a message."""
 
 
-class RunHistory:
+class RunHistory(Observer):
     """Appends the lines of rank 0; a line that cannot be written, as on a full disk, is left out."""
 
     def __init__(self, folder: Path, *, began: float | None = None) -> None:
@@ -51,9 +52,6 @@ class RunHistory:
     @singledispatchmethod
     def notice(self, event: object) -> None:
         """Ignore other events."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def go_on(self, step: int) -> None:
         """Write from this step on, in the place of another process that was lost."""

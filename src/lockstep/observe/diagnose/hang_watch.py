@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from lockstep.base import storage
 from lockstep.base.errors import HangDetected, PeerLost
-from lockstep.base.events import RunEnded, RunStarted, StepDone
+from lockstep.base.events import Observer, RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.core.distributed import flight_recorder
 from lockstep.core.host import activity
@@ -98,7 +98,7 @@ class Limits:
     """Whether the others go on where a process is ended; the launcher looks after those that are frozen or lost."""
 
 
-class Watch:
+class Watch(Observer):
     """Watches this process and, on the lowest rank that is alive, all others."""
 
     def __init__(self, world: World, limits: Limits, logs: Path) -> None:
@@ -160,9 +160,6 @@ class Watch:
                 self.durations.append(now - self._step_ended)
             self._step_ended, self.steps_done = now, event.step
 
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     # ---- called by the watching thread
 
     def _watch(self) -> None:
@@ -213,7 +210,8 @@ class Watch:
         number = heartbeats.notes.count("ask")
         if number > self._last_request:
             self._last_request = number
-            heartbeats.notes.write(f"answer-{number}", asdict(self._own_report()))
+            report = self.thread.report(self.world.rank, self.steps_done + 1)
+            heartbeats.notes.write(f"answer-{number}", asdict(report))
         heartbeats.receive()
 
     def _check_silence(self, heartbeats: Heartbeats) -> None:
@@ -267,12 +265,9 @@ class Watch:
         else:
             self._end(text)
 
-    def _own_report(self) -> Report:
-        return self.thread.report(self.world.rank, self.steps_done + 1)
-
     def _reports(self, ranks: list[int]) -> list[Report]:
         """Collect the reports of these ranks, as far as they answer in time."""
-        own = self._own_report()
+        own = self.thread.report(self.world.rank, self.steps_done + 1)
         if self.heartbeats is None:
             return [own]
         notes = self.heartbeats.notes

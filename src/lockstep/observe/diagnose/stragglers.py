@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from lockstep.base.events import RankTimes, Regrouped, Warned
+from lockstep.base.events import Observer, RankTimes, Regrouped, Warned
 from lockstep.core.host.phases import BUSY
 
 WINDOW_SECONDS = 5.0
@@ -16,7 +16,7 @@ DELAYED = 0.1
 """A share of time for which a process waits for a core that is more than chance."""
 
 
-class Stragglers:
+class Stragglers(Observer):
     """Compares what ranks take per micro-batch, since some may have more of them than others."""
 
     def __init__(self, publish: Callable[[object], None], window_seconds: float = WINDOW_SECONDS) -> None:
@@ -40,9 +40,6 @@ class Stragglers:
         if rank >= 0 and self.times >= WINDOWS and rank not in self.named:
             self.named.add(rank)
             self.publish(Warned(message=description(rank, window)))
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
 
 def slowest(window: Sequence[RankTimes]) -> int:

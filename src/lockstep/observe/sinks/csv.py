@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.base import storage
-from lockstep.base.events import Evaluated, RunStarted, StepDone
+from lockstep.base.events import Evaluated, Observer, RunStarted, StepDone
 from lockstep.observe.run_lines import MOST_BYTES
 
 FIRST_COLUMNS = ("kind", "step", "epoch")
 
 
-class Csv:
+class Csv(Observer):
     """Appends rows, and writes the file anew when a column is added; on resume, rows of repeated steps are dropped."""
 
     def __init__(self, folder: Path) -> None:
@@ -27,9 +27,6 @@ class Csv:
         elif isinstance(event, Evaluated):
             facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch}
             self._write(facts | {f"test_{name}": value for name, value in event.values.items()})
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _write(self, row: Mapping[str, object]) -> None:
         """Append a row. Raises OSError, after which the bus leaves this sink out."""

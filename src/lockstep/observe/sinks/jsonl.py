@@ -10,12 +10,12 @@ from typing import Any
 import pydantic_core
 
 from lockstep.base import storage
-from lockstep.base.events import Evaluated, RunStarted, Spiked, StepDone
+from lockstep.base.events import Evaluated, Observer, RunStarted, Spiked, StepDone
 from lockstep.observe.run_folder import METRICS
 from lockstep.observe.run_lines import SPIKE, opened, short_lines
 
 
-class Jsonl:
+class Jsonl(Observer):
     """Appends lines; on resume, lines of steps that are repeated are dropped first."""
 
     def __init__(self, folder: Path) -> None:
@@ -36,9 +36,6 @@ class Jsonl:
         elif isinstance(event, Evaluated):
             facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch, "samples": event.samples}
             self._write({**facts, **{name: value for name, value in event.values.items() if name not in facts}})
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _write(self, line: dict[str, Any]) -> None:
         strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}

@@ -16,6 +16,7 @@ from lockstep.base.events import (
     CheckpointSaved,
     Evaluated,
     Evaluating,
+    Observer,
     Preparing,
     Regrouped,
     RunEnded,
@@ -33,7 +34,7 @@ MOST_SHOWN, PROMPT_SHOWN = 160, 60
 """Length limit of a generated text."""
 
 
-class ProgressLines:
+class ProgressLines(Observer):
     """Prints a line for each event of interest; for steps at most every `quiet_seconds`."""
 
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
@@ -43,9 +44,6 @@ class ProgressLines:
         """Name and pace of the last preparation."""
         self.evaluation: tuple[int, Pace] | None = None
         """The step of the last evaluation, and its pace."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     @singledispatchmethod
     def notice(self, event: object) -> None:
