@@ -29,8 +29,6 @@ NEAR = 16
 """Tokens before an answer that its text may depend on."""
 END_TOKEN = "<|end|>"
 FILE = "tokenizer.json"
-
-
 PLAIN = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% if m['role'] == 'assistant' %}"
     "{{ eos_token or sep_token }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"

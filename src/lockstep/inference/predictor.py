@@ -43,7 +43,6 @@ class Predictor:
     reader: FileReader | None
     """Reader that turns a file into the model's input; None for a model of texts."""
     device: torch.device
-
     objective: PredictingObjective
     preparation: Preparation | None = None
     """The user's preparation of texts."""

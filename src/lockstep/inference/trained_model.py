@@ -35,6 +35,7 @@ FIRST_BATCHES = (16, 1, 7)
 """Sizes of the batches that an export is compared on: several, as a graph may be specialized to the traced size."""
 BATCH = 64
 """Batch size where the whole test split is compared."""
+Opened = tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]
 
 
 def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> tuple[str, ...]:
@@ -105,37 +106,28 @@ def open_predictor(
     """Open an export, a run or a checkpoint: a language model as a generator, others as a predictor. `base` is where
     the model of an exported adapter is now, a folder or a name on the hub. Raises UserError."""
     folder = resolve(path)
-    if export_reader.is_export(folder):
-        facts, forward, tokenizer, processor = _read(folder, base)
-        return _opened(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
-    recipe, checkpoint = run_of(folder)
-    if recipe.data.PACKS:
-        data = open_splits(in_use(recipe))
-        model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer)
-        return _opened(facts, model, data.tokenizer, device=device, dtype=dtype)
-    model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
-    takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
-    plugin = plugins.implementation("models", recipe.model.kind)
-    options = {"special": recipe.data.special_tokens_in_text}
-    tokenizer = plugin.tokenizer(recipe.model, facts.spec, **options) if takes_tokens else None
-    return _opened(facts, model, tokenizer, processor=processor_of(recipe.data), device=device, dtype=dtype)
-
-
-def _opened(
-    facts: ExportFacts,
-    forward: Forward,
-    tokenizer: Tokenizer | None,
-    *,
-    processor: Processor | None = None,
-    device: torch.device | None,
-    dtype: DTypeName | None,
-) -> Predictor | Generator:
+    opened = _read(folder, base) if export_reader.is_export(folder) else _built(*run_of(folder))
+    facts, forward, tokenizer, processor = opened
     if facts.learned.GENERATES and isinstance(tokenizer, TextTokenizer):
         return generator(facts, forward, tokenizer, device=device, dtype=dtype)
     return predictor(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
 
 
-def _read(folder: Path, base: str | None) -> tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]:
+def _built(recipe: Recipe, checkpoint: Path) -> Opened:
+    """Build the model of a checkpoint."""
+    if recipe.data.PACKS:
+        data = open_splits(in_use(recipe))
+        model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer)
+        return facts, model, data.tokenizer, None
+    model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
+    takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
+    plugin = plugins.implementation("models", recipe.model.kind)
+    options = {"special": recipe.data.special_tokens_in_text}
+    tokenizer = plugin.tokenizer(recipe.model, facts.spec, **options) if takes_tokens else None
+    return facts, model, tokenizer, processor_of(recipe.data)
+
+
+def _read(folder: Path, base: str | None) -> Opened:
     """Read an export, again if another one replaced it meanwhile."""
     while True:
         before = _version(folder)

@@ -17,7 +17,6 @@ DOCUMENT = "document"
 TOLERANCE = 1e-4
 """Largest difference by rounding, as a part of the largest logit, where rows of a batch are computed in another order.
 Reading ahead, or in another document, changes 1e-2."""
-
 COARSE = 0.05
 """Largest difference in a format of 16 bits, as a part of the largest logit."""
 
