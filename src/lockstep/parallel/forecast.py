@@ -91,10 +91,8 @@ def sequential_sums(shards: Iterable[int], present: Shards) -> PartialSums:
 def peak_of_passes(
     facts: Measurements, weights: Sequence[Weight], blocks: Iterable[int], *, sums: PartialSums, others: int = 0
 ) -> int:
-    """Return the peak bytes of partial sums, activations and new gradients in a rank's passes.
-
-    `weights`, `blocks`: those that the rank runs; `others`: activations of further micro-batches in flight.
-    """
+    """Return the peak bytes of partial sums, activations and new gradients in a rank's passes. `weights`, `blocks`:
+    those that the rank runs; `others`: activations of further micro-batches in flight."""
     by_size = (False, True) if facts.device == "cpu" else (False,)
     total = others + facts.working_bytes
     for is_large in by_size:
@@ -108,10 +106,8 @@ def peak_of_passes(
 
 
 def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
-    """Return the peak bytes of a forward and backward pass; activations are freed as gradients are allocated.
-
-    Without `keeps` a gradient is freed once it is added to another; autograd holds a copy of each for a moment.
-    """
+    """Return the peak bytes of a forward and backward pass; activations are freed as gradients are allocated. Without
+    `keeps` a gradient is freed once it is added to another; autograd holds a copy of each for a moment."""
     kept = {block: facts.kept_bytes(block) for block in blocks}
     inner = {block: facts.inner_bytes(block) for block in blocks}
     peak, gradients = 0, 0

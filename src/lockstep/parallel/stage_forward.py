@@ -20,11 +20,8 @@ from lockstep.parallel.sharded import round_robin_forward
 
 
 class StageForward:
-    """Runs batches through stages that are on the ranks of `group` in turn.
-
-    `bounds`: the first block of each stage, and the number of blocks. `buffers`: of this rank's stages; they do not
-    change.
-    """
+    """Runs batches through stages that are on the ranks of `group` in turn. `bounds`: the first block of each stage,
+    and the number of blocks. `buffers`: of this rank's stages; they do not change."""
 
     def __init__(
         self,

@@ -45,10 +45,8 @@ RESULT = "rank-{}.json"
 
 
 class TrialFailed(LockstepError):
-    """A trial ended with an error; the message repeats the end of its output, and the exit code is passed on.
-
-    `what` is left out where the user made a mistake, which the output explains by itself.
-    """
+    """A trial ended with an error; the message repeats the end of its output, and the exit code is passed on. `what` is
+    left out where the user made a mistake, which the output explains by itself."""
 
     def __init__(self, output: str, code: int, what: str = "") -> None:
         tail = "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
@@ -171,11 +169,8 @@ def run(
     poll: Callable[[], None] = lambda: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> TrialEnd:
-    """Run a task (see run/tasks) in fresh processes to its end.
-
-    The recipe, the request and the output are written to `folder`. `poll` is called every POLL_SECONDS, `report` with
-    each stage that the task announces.
-    """
+    """Run a task (see run/tasks) in fresh processes to its end. The recipe, the request and the output are written to
+    `folder`. `poll` is called every POLL_SECONDS, `report` with each stage that the task announces."""
     local = plugins.find("launch.launchers", "local").Config(
         kind="local",
         processes=processes,
@@ -210,10 +205,8 @@ def run(
 
 
 def followed(launcher: Started, poll: Callable[[], None], *, grace_seconds: float) -> tuple[int, int]:
-    """Wait for a launcher's end -> exit code, and the peak memory of the processes it started.
-
-    After an exception, such as KeyboardInterrupt, it gets SIGTERM and may take `grace_seconds` to end.
-    """
+    """Wait for a launcher's end -> exit code, and the peak memory of the processes it started. After an exception, such
+    as KeyboardInterrupt, it gets SIGTERM and may take `grace_seconds` to end."""
     peak = polls = 0
     try:
         while launcher.poll() is None:

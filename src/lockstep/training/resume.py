@@ -145,10 +145,8 @@ def resumed(
 def _checkpoint(
     root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path], parent: Path | None
 ) -> Path | None:
-    """Return the checkpoint that rank 0 selects for all ranks; None to start from scratch.
-
-    Raises CheckpointError on every rank when there are checkpoints, but none is usable.
-    """
+    """Return the checkpoint that rank 0 selects for all ranks; None to start from scratch. Raises CheckpointError on
+    every rank when there are checkpoints, but none is usable."""
     choice: Path | None = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
@@ -197,10 +195,8 @@ def _choose(root: Path, how: str, warn: Callable[[str], None], *, skip: Collecti
 
 
 def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Rename the checkpoints of later steps than the run goes back to, which the next resume would otherwise choose.
-
-    On rank 0 only, once it is certain that the run goes on.
-    """
+    """Rename the checkpoints of later steps than the run goes back to, which the next resume would otherwise choose. On
+    rank 0 only, once it is certain that the run goes on."""
     for folder in [folder for folder in layout.listed(root) if layout.step_of(folder) > step]:
         renamed = root / f"set-aside-{datetime.now():%Y%m%d-%H%M%S}-{folder.name}"
         folder.rename(renamed)

@@ -121,10 +121,8 @@ class TrainState:
                 get_ema_multi_avg_fn(each.momentum)([copy], [source], None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor, or its shard on this rank, by canonical name: model.*, ema.*, optimizer.PARAMETER.*.
-
-        Not copies: a checkpoint is loaded into them.
-        """
+        """Return every tensor, or its shard on this rank, by canonical name: model.*, ema.*, optimizer.PARAMETER.*. Not
+        copies: a checkpoint is loaded into them."""
         sharded, optimized = self.strategy.sharded, self.optimizer.state
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
@@ -138,10 +136,8 @@ class TrainState:
         }
 
     def used(self) -> dict[str, str]:
-        """Return the weights and buffers to evaluate and export: name in the model -> name in `tensors`.
-
-        With an EMA, each parameter's average takes its place, under every name of a tied parameter.
-        """
+        """Return the weights and buffers to evaluate and export: name in the model -> name in `tensors`. With an EMA,
+        each parameter's average takes its place, under every name of a tied parameter."""
         state = self.strategy.state()
         averaged = {_memory(state[name]): name for name in self._average()}
         return {

@@ -59,9 +59,7 @@ def publish_step(run: Training) -> None:
 
 def read_outcomes(run: Training) -> tuple[float, float]:
     """Copy the unread outcomes from the device at once, add them to the digest chain and check that they are finite.
-
-    Returns loss and gradient norm of the last step, NaN if there was none to read; the same on every rank.
-    """
+    Returns loss and gradient norm of the last step, NaN if there was none to read; the same on every rank."""
     unread, run.unread = run.unread, []
     if not unread:
         return math.nan, math.nan

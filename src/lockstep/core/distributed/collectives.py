@@ -88,10 +88,8 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, 
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise a LockstepError of one rank on every rank of the group, marked as shared.
-
-    The block must not call collectives: the other ranks would wait in them.
-    """
+    """Raise a LockstepError of one rank on every rank of the group, marked as shared. The block must not call
+    collectives: the other ranks would wait in them."""
     own: LockstepError | None = None
     try:
         yield
@@ -105,10 +103,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 
 class DisjointSum:
-    """An asynchronous all-reduce of a table of which each rank filled other rows and left zeros elsewhere.
-
-    It adds only zeros to each number, so it is exact in any order.
-    """
+    """An asynchronous all-reduce of a table of which each rank filled other rows and left zeros elsewhere. It adds only
+    zeros to each number, so it is exact in any order."""
 
     def __init__(self, table: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         self.table = table

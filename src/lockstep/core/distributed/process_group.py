@@ -54,9 +54,7 @@ and the thread that watches for hangs may still use those of the last group."""
 
 def device_of(world: World) -> torch.device:
     """Return the device of this process: GPU local_rank if there are GPUs, in turn where they are shared; else the CPU.
-
-    Raises LaunchError when there are more processes than GPUs, which are not shared.
-    """
+    Raises LaunchError when there are more processes than GPUs, which are not shared."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -173,10 +171,8 @@ def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_
 
 
 def joined() -> World:
-    """Return the processes of the group that a script has opened itself; else open one, until the process ends.
-
-    Raises LaunchError where a script's own group has no backend for tensors on the CPU.
-    """
+    """Return the processes of the group that a script has opened itself; else open one, until the process ends. Raises
+    LaunchError where a script's own group has no backend for tensors on the CPU."""
     world = World.from_environment()
     if not dist.is_initialized():
         stack = ExitStack()

@@ -20,10 +20,8 @@ MOST_BYTES = 512 << 20
 
 
 def limited(work: Callable[[], Any], what: str, *, seconds: float) -> Any:
-    """Return what `work` returns, as JSON carries it; without limits where no process can be forked.
-
-    Raises DataError where it takes too long, or too much memory, and for what it raises itself; `what` is its subject.
-    """
+    """Return what `work` returns, as JSON carries it; without limits where no process can be forked. Raises DataError
+    where it takes too long, or too much memory, and for what it raises itself; `what` is its subject."""
     if not hasattr(os, "fork"):
         return work()
     receiver, sender = multiprocessing.Pipe(duplex=False)

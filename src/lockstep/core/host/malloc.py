@@ -15,11 +15,8 @@ NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory of freed tensors of up to 32 MiB for the next step.
-
-    By default glibc returns it to the system, and new pages cost time: the MNIST CNN's steps took 1.0 to 1.3 times as
-    long, with 20,000 page faults each.
-    """
+    """Keep the memory of freed tensors of up to 32 MiB for the next step. By default glibc returns it to the system,
+    and new pages cost time: the MNIST CNN's steps took 1.0 to 1.3 times as long, with 20,000 page faults each."""
     _mallopt(M_MMAP_THRESHOLD, LARGEST)
     _mallopt(M_TRIM_THRESHOLD, NEVER)
 

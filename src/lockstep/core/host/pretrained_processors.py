@@ -17,10 +17,7 @@ PROBE_SECONDS = (0.5, 1)
 
 class ImageProcessor:
     """Processor of a model, which changes the geometry of an image, such as to resize and crop it; the model itself
-    scales the pixels to numbers.
-
-    Raises DataError where it cannot be loaded, or gives images of different sizes.
-    """
+    scales the pixels to numbers. Raises DataError where it cannot be loaded, or gives images of different sizes."""
 
     def __init__(self, name: str) -> None:
         """`name`: a name on the hub, or a folder."""
@@ -81,10 +78,8 @@ class ImageProcessor:
 
 
 class FeatureExtractor:
-    """Feature extractor of a model for sounds, and their padding.
-
-    Raises DataError where it cannot be loaded, or is none of sounds.
-    """
+    """Feature extractor of a model for sounds, and their padding. Raises DataError where it cannot be loaded, or is
+    none of sounds."""
 
     def __init__(self, name: str) -> None:
         """`name`: a name on the hub, or a folder."""

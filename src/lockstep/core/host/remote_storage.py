@@ -48,10 +48,8 @@ def listed(place: RemotePath) -> dict[str, RemoteFile]:
 
 
 def local_copy(place: RemotePath, cache: Path, progress: Progress = lambda *_: None) -> Path:
-    """Copy the file or folder at a place into a cache, unless the same version is there -> the copy.
-
-    Processes of one machine wait for the first that copies. Raises RemoteStorageError.
-    """
+    """Copy the file or folder at a place into a cache, unless the same version is there -> the copy. Processes of one
+    machine wait for the first that copies. Raises RemoteStorageError."""
     found = listed(place)
     if not found:
         raise RemoteStorageError(f"there is nothing at {place}: check the URL")

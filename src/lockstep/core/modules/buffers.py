@@ -34,10 +34,8 @@ COMPARED_EVERY = 50
 
 
 class BufferUpdates:
-    """Buffers of some modules, by name, through steps and their shards.
-
-    Those of a synchronised BatchNorm are left out: they are updated alike on every rank.
-    """
+    """Buffers of some modules, by name, through steps and their shards. Those of a synchronised BatchNorm are left out:
+    they are updated alike on every rank."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = {name: m for name, m in modules.items() if not is_synchronised(m)}

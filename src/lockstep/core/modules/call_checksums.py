@@ -21,10 +21,8 @@ Call = tuple[str, int, int]
 
 
 class CallChecksums:
-    """Records the calls of a model's modules while it is entered, in the order in which they end.
-
-    Calls in the other mode, training or evaluation, are ignored: a strategy may run the model to find shapes.
-    """
+    """Records the calls of a model's modules while it is entered, in the order in which they end. Calls in the other
+    mode, training or evaluation, are ignored: a strategy may run the model to find shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.is_training = model, model.training

@@ -83,10 +83,8 @@ def call_hooks(model: nn.Module, enter: Callable[..., Any], leave: Callable[...,
 
 
 class Trace:
-    """Writes a line for every micro-batch, every call of a module in it, and every parameter's gradient from it.
-
-    A new micro-batch begins whenever the model's forward is called in training, in the order given to `expect`.
-    """
+    """Writes a line for every micro-batch, every call of a module in it, and every parameter's gradient from it. A new
+    micro-batch begins whenever the model's forward is called in training, in the order given to `expect`."""
 
     def __init__(self, model: nn.Module, write: Callable[[Line], None], selects: Selects | None = None) -> None:
         """`selects`: whether the calls and gradients of a micro-batch are traced."""

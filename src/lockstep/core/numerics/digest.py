@@ -46,10 +46,8 @@ def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[s
 
 
 def gathered(tensor: "DTensor | None", rank: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Gather a sharded tensor in full, on the CPU of one rank of a group; None on the others. A collective.
-
-    Not DTensor.full_tensor(), which needs a shard on every rank and puts the full tensor on all of them.
-    """
+    """Gather a sharded tensor in full, on the CPU of one rank of a group; None on the others. A collective. Not
+    DTensor.full_tensor(), which needs a shard on every rank and puts the full tensor on all of them."""
     own = None if tensor is None else (tensor.shape, global_offset(tensor), tensor.to_local())
     box = gather_object(own, group, to=rank)
     if box is None:

@@ -27,10 +27,8 @@ MANY_SHAPES = 1 << 20
 
 
 class Scaler(torch.amp.GradScaler):
-    """A GradScaler for sharded models: an overflow on one rank counts on all.
-
-    Not PyTorch's ShardedGradScaler, which does not work with fused optimizers in torch 2.13.
-    """
+    """A GradScaler for sharded models: an overflow on one rank counts on all. Not PyTorch's ShardedGradScaler, which
+    does not work with fused optimizers in torch 2.13."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale as PyTorch does; an overflow on one rank counts on all. A collective."""
@@ -101,9 +99,7 @@ def check_format(kind: Format, device: torch.device) -> None:
 
 def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> dict[str, Any]:
     """Set the global switches that change bits or speed, before any thread starts -> facts for the run's record.
-
-    Denormals are flushed first, because threads inherit the setting from the thread that starts them.
-    """
+    Denormals are flushed first, because threads inherit the setting from the thread that starts them."""
     flushed = torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
     facts = {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}
@@ -126,9 +122,7 @@ def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> di
 
 def prepare_compiler(device: torch.device, *, exact: bool) -> None:
     """Set compiler options that change bits: no choice between kernels by speed, no split of graphs at DDP's buckets.
-
-    Raises ConfigError where there is no compiler.
-    """
+    Raises ConfigError where there is no compiler."""
     from torch._dynamo import config as dynamo  # noqa: PLC0415 (takes a second)
     from torch._inductor import config as inductor  # noqa: PLC0415
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415

@@ -46,11 +46,8 @@ def use_fast_bernoulli() -> None:
 
 
 def fast_bernoulli_(self: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    """Fill with 1 with probability p, else with 0; any shape, in place.
-
-    p is rounded to a multiple of 2^-16, unless that changes p or 1 - p by more than TOLERANCE. Raises RuntimeError
-    for p outside 0..1.
-    """
+    """Fill with 1 with probability p, else with 0; any shape, in place. p is rounded to a multiple of 2^-16, unless
+    that changes p or 1 - p by more than TOLERANCE. Raises RuntimeError for p outside 0..1."""
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
     if p == 1:  # beyond the integers' range

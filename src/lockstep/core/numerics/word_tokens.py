@@ -40,9 +40,7 @@ def ids_of(tokens: np.ndarray) -> np.ndarray:
 
 def spread(classes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the class of each marked token, int64 [T], from those of the words, of which the last may have no token.
-
-    Raises ValueError for fewer classes than words.
-    """
+    Raises ValueError for fewer classes than words."""
     begins = np.flatnonzero(tokens >= 0)
     if len(classes) < len(begins):
         raise ValueError(f"there are {len(begins)} words and {len(classes)} classes")

@@ -17,9 +17,7 @@ from lockstep.core.reduction.tree import Node, Shards, TreeSum, cover, root
 
 class AllReduce:
     """The all-reduce of one kind of step over a process group: which rank contributes which nodes of the tree.
-
-    `owned[r]` are the shards of rank r; a rank may own none and still takes part.
-    """
+    `owned[r]` are the shards of rank r; a rank may own none and still takes part."""
 
     def __init__(self, owned: Sequence[Shards], present: Shards, group: dist.ProcessGroup) -> None:
         self.owned, self.present, self.group = owned, present, group

@@ -74,9 +74,7 @@ def _clamp(values: Tensor, largest: float | None) -> Tensor:
 
 def row_squares(grads: Sequence[Tensor], touched_rows: Mapping[Tensor, Tensor] = NO_ROWS) -> Tensor:
     """Return the sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row.
-
-    `touched_rows`: see Strategy. In the widest dtype of all gradients, at least fp32.
-    """
+    `touched_rows`: see Strategy. In the widest dtype of all gradients, at least fp32."""
     return torch.cat([_row_norms(grad, touched_rows.get(grad)) for grad in grads if grad.numel()]).square()
 
 
@@ -116,11 +114,8 @@ class ShardedNorm(ABC):
 
 
 class RowwiseNorm(ShardedNorm):
-    """Norm of parameters that are sharded by whole rows: the bits of an unsharded model.
-
-    `first_row`: the first row that this rank holds, for the parameters of which it holds any; the ranks of `group`
-    together hold each row once.
-    """
+    """Norm of parameters that are sharded by whole rows: the bits of an unsharded model. `first_row`: the first row
+    that this rank holds, for the parameters of which it holds any; the ranks of `group` together hold each row once."""
 
     def __init__(
         self,

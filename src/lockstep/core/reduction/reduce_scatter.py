@@ -44,11 +44,8 @@ class Rounds:
 
 
 class TreeReduceScatter(ReduceScatter):
-    """The reduce-scatter of one FSDP module.
-
-    After the step's last round the module's gradients are the sum over all shards, in the tree's order; before that
-    they mean nothing.
-    """
+    """The reduce-scatter of one FSDP module. After the step's last round the module's gradients are the sum over all
+    shards, in the tree's order; before that they mean nothing."""
 
     rounds: Rounds
     """Set at the start of each step."""

@@ -48,10 +48,8 @@ class NetworkTransport:
 
 
 class MachineFirstTransport(NetworkTransport):
-    """Each rank of a machine adds 1/L of the bucket for all of them; then the machines all-reduce the results.
-
-    Between machines 1/L of what `NetworkTransport` sends.
-    """
+    """Each rank of a machine adds 1/L of the bucket for all of them; then the machines all-reduce the results. Between
+    machines 1/L of what `NetworkTransport` sends."""
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
         super().__init__(group)
@@ -153,10 +151,8 @@ def _offers(slots: list[Tensor]) -> list[Offer]:
 
 
 def _offer(tensor: Tensor) -> Offer:
-    """Move a tensor's storage, under all of its views, to memory that other processes can map.
-
-    Done by file descriptor because torch's named files in /dev/shm stay behind when a process is killed.
-    """
+    """Move a tensor's storage, under all of its views, to memory that other processes can map. Done by file descriptor
+    because torch's named files in /dev/shm stay behind when a process is killed."""
     descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
     return os.getpid(), descriptor, size
 
@@ -172,10 +168,8 @@ def _opened(offer: Offer, like: Tensor) -> Tensor:
 
 
 def transport(device: torch.device) -> NetworkTransport:
-    """Open the fastest transport for a device. Collective.
-
-    On Gloo it has a process group of its own, because its thread runs beside other collectives.
-    """
+    """Open the fastest transport for a device. Collective. On Gloo it has a process group of its own, because its
+    thread runs beside other collectives."""
     if dist.get_world_size() == 1:
         return NetworkTransport(world_group())
     if device.type == "cuda":

@@ -53,10 +53,8 @@ class FullyShardedDataParallel(Sharded):
         self.config, self.exact = config, exact
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Shard the model; returns this rank's shard of every parameter. Raises LaunchError and ModelError.
-
-        The same model can be placed again: with other replicas, in which this rank has the same shards.
-        """
+        """Shard the model; returns this rank's shard of every parameter. Raises LaunchError and ModelError. The same
+        model can be placed again: with other replicas, in which this rank has the same shards."""
         if self.placed is model:
             return self._place_again()
         self.start_placing(model)

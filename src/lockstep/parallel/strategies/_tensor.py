@@ -30,11 +30,8 @@ RATES = ("p", "dropout_p")
 
 
 class TensorParallel(Sharded):
-    """PyTorch's tensor parallelism, with gradients added in the shards' tree over the replicas.
-
-    Every rank of a tensor-parallel group runs the same shards. What is not split is computed by all of them, from the
-    same bits.
-    """
+    """PyTorch's tensor parallelism, with gradients added in the shards' tree over the replicas. Every rank of a
+    tensor-parallel group runs the same shards. What is not split is computed by all of them, from the same bits."""
 
     def __init__(self, config: Config, randomness: Randomness, precision: Precision) -> None:
         super().__init__(randomness, precision)

@@ -136,10 +136,8 @@ class Comparison:
 
 
 def compare(path: Path, other: Path) -> Comparison:
-    """Compare two runs or two checkpoints, as far as both go.
-
-    Raises ConfigError when one of them is neither, CheckpointError when they have no step in common.
-    """
+    """Compare two runs or two checkpoints, as far as both go. Raises ConfigError when one of them is neither,
+    CheckpointError when they have no step in common."""
     a, b = evidence(path), evidence(other)
     common = [step for step in a.facts if _shared(a, b, step)]
     if not common:

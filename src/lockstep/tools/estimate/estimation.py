@@ -194,10 +194,8 @@ def forecasts_for(
 
 
 def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
-    """Return the strategy's own forecast, plus the time that its trial took beyond it.
-
-    Raises ConfigError where it has none, LaunchError or ModelError where it cannot run.
-    """
+    """Return the strategy's own forecast, plus the time that its trial took beyond it. Raises ConfigError where it has
+    none, LaunchError or ModelError where it cannot run."""
     computed = predicted(name, recipe, measured, cluster=cluster)
     size = measured.nearest_trial(cluster)
     if name not in measured.trials.get(size, {}):

@@ -55,10 +55,8 @@ WARM_UP = 2
 
 
 class Measurement:
-    """One process with a model of its own, alone in its process group; steps are timed for `seconds`.
-
-    `report` gets the name of each part that begins.
-    """
+    """One process with a model of its own, alone in its process group; steps are timed for `seconds`. `report` gets the
+    name of each part that begins."""
 
     def __init__(self, *, recipe: Recipe, device: torch.device, seconds: float, report: Callable[[str], None]) -> None:
         self.recipe, self.device, self.seconds, self.report = recipe, device, seconds, report

@@ -47,9 +47,7 @@ class ProofRequest(BaseModel):
 
 def train_samples(recipe: Recipe, available: int) -> int:
     """Return the size of an epoch in a proof: two whole steps and a ragged one, where some shards are short or empty.
-
-    No micro-batch is left with a single sample, which BatchNorm refuses.
-    """
+    No micro-batch is left with a single sample, which BatchNorm refuses."""
     batch, size = recipe.train.global_batch, recipe.train.micro_batch
     ragged = min(batch // 2 + max(2, size // 2), batch - 1)
     return min(available, 2 * batch + ragged - (ragged % size == 1 and size > 1))

@@ -218,10 +218,8 @@ def half_time(steps: int, epoch: int) -> int:
 
 
 def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None, console: Console) -> int:
-    """Run the chosen parts of the proof and print the results; returns 0, or 1 when anything differs.
-
-    Raises ConfigError for an unknown part, TrialFailed when a run ends with an error of its own.
-    """
+    """Run the chosen parts of the proof and print the results; returns 0, or 1 when anything differs. Raises
+    ConfigError for an unknown part, TrialFailed when a run ends with an error of its own."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(

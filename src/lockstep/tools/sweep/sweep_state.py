@@ -94,10 +94,8 @@ class Sweep(SweepPart):
         return is_better(self.metric, 0.0, 1.0, mode=self.mode)
 
     def ranked(self) -> list[SweepTrial]:
-        """Sort the trials: finished ones, the best first, then pruned ones, then the others.
-
-        Of trials with equal values the one with the smaller loss is better, then the older one.
-        """
+        """Sort the trials: finished ones, the best first, then pruned ones, then the others. Of trials with equal
+        values the one with the smaller loss is better, then the older one."""
         return sorted(self.trials, key=self._rank)
 
     def _rank(self, trial: SweepTrial) -> tuple[int, float, float]:

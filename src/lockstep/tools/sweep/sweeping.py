@@ -38,10 +38,8 @@ Training = TypeVar("Training", bound=TrialTraining)
 
 
 def run(plan: PlannedSweep, console: Console) -> int:
-    """Run what is left of a sweep and print all of it -> exit code: 0, or 1 where no trial has finished.
-
-    Raises Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already.
-    """
+    """Run what is left of a sweep and print all of it -> exit code: 0, or 1 where no trial has finished. Raises
+    Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already."""
     sweep, folder = plan.sweep, plan.folder
     with locked(folder, f"{folder} is run by another process; choose another --name"):
         done = len(sweep.ended)

@@ -34,10 +34,8 @@ LEAST_SPAN = 0.05
 
 
 def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
-    """Sweep, print and draw the result, and return optim.lr for the config; None where there is no good rate.
-
-    Raises ConfigError where memory runs out or the picture cannot be written, TrialFailed where the sweep fails.
-    """
+    """Sweep, print and draw the result, and return optim.lr for the config; None where there is no good rate. Raises
+    ConfigError where memory runs out or the picture cannot be written, TrialFailed where the sweep fails."""
     base, batch = recipe.optim.base_batch, recipe.train.global_batch
     factor = base / batch if base else 1.0  # from the rate in use to optim.lr, which the linear rule scales
     rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""

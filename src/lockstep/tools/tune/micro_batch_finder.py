@@ -46,10 +46,8 @@ def shards_of(global_batch: int, m: int) -> int:
 
 
 def recommended(rows: list[TrialRow], *, global_batch: int, processes: int) -> int:
-    """Return the fastest that fits; of about equally fast ones the largest that divides G.
-
-    A step has to have work for every process, if any size allows that.
-    """
+    """Return the fastest that fits; of about equally fast ones the largest that divides G. A step has to have work for
+    every process, if any size allows that."""
     fitting = [row for row in rows if row.verdict == "fits"]
     busy = [row for row in fitting if shards_of(global_batch, row.m) >= processes]
     usable = busy or [row for row in fitting if row.m == min(each.m for each in fitting)]
@@ -141,9 +139,7 @@ class Finder:
 
     def _request(self, m: int) -> TrialRequest:
         """Request a step of the micro-batches of one of W processes, at most MOST_SHARDS, and ballast for further ones.
-
-        A process that has done n micro-batches holds up to floor(log2(n)) + 1 partial sums of gradients.
-        """
+        A process that has done n micro-batches holds up to floor(log2(n)) + 1 partial sums of gradients."""
         batch, exact = self.recipe.train.global_batch, self.recipe.run.reproducibility == "exact"
         share = -(-shards_of(batch, m) // self.budget.processes)
         tried = min(share, MOST_SHARDS)

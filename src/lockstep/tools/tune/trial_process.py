@@ -115,10 +115,8 @@ class Trial:
 def run(
     request: TrialRequest, *, budget_bytes: int | None = None, on_steps: Callable[[int], None] = lambda _: None
 ) -> Trial:
-    """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to.
-
-    `on_steps` is called with the number of steps of a sweep that are done.
-    """
+    """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to. `on_steps` is
+    called with the number of steps of a sweep that are done."""
     can_fork = "forkserver" in multiprocessing.get_all_start_methods()
     can_fork = can_fork and not torch.cuda.is_available()  # a process that may have initialized CUDA cannot be forked
     context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
