@@ -40,13 +40,10 @@ def forking(recipe: Recipe, module: str, *, kind: str = "local", task: str | Non
 def start(module: str, arguments: Sequence[str], log: Path) -> Started:
     """Start a launcher, which appends its output to `log`."""
     if (server := _server.get()) is not None:
-        outputs = dict.fromkeys((1, 2), str(log))
+        own, outputs = ("0", *arguments), dict.fromkeys((1, 2), str(log))
+        launcher = WorkerStart(module=module, arguments=own, environment=None, outputs=outputs, began=time.time())
         with suppress(ServerKilled):
-            return server.fork(
-                WorkerStart(
-                    module=module, arguments=("0", *arguments), environment=None, outputs=outputs, began=time.time()
-                )
-            )
+            return server.fork(launcher)
     command = [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments]
     with log.open("a", encoding="utf-8") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

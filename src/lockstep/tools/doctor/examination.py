@@ -67,11 +67,8 @@ def show(found: Sequence[Diagnosis], context: DoctorContext, console: Console) -
 
 
 def write(found: Sequence[Diagnosis], context: DoctorContext, file: Path) -> None:
-    document = {
-        "findings": [each.model_dump() for each in found],
-        "ranks": [rank.model_dump() for rank in context.ranks],
-    }
-    storage.write(file, json.dumps(document, indent=1))
+    findings, ranks = ([each.model_dump() for each in some] for some in (found, context.ranks))
+    storage.write(file, json.dumps({"findings": findings, "ranks": ranks}, indent=1))
 
 
 def print_facts(ranks: Sequence[RankFacts], console: Console) -> None:

@@ -73,9 +73,8 @@ class ForecastRow:
         if self.forecast is None:
             return self.why
         if not self.fits:
-            return (
-                f"needs {(self.peak_bytes - self.device_bytes) / MIB:.0f} MiB more than {self.device_bytes / MIB:.0f}"
-            )
+            missing = (self.peak_bytes - self.device_bytes) / MIB
+            return f"needs {missing:.0f} MiB more than {self.device_bytes / MIB:.0f}"
         return self.why if self.is_best else "fits"
 
     def plain(self) -> dict[str, Any]:
@@ -202,13 +201,8 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
         return computed
     here, times = measured.cluster(size, per_machine=size), computed.times
     trial = predicted(name, shortened(recipe), measured, cluster=here)
-    rest = (
-        (measured.trials[size][name] - trial.times.total)
-        / trial.turns
-        / here.slowdown
-        * computed.turns
-        * cluster.slowdown
-    )
+    beyond = measured.trials[size][name] - trial.times.total
+    rest = beyond / trial.turns / here.slowdown * computed.turns * cluster.slowdown
     return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
 
 

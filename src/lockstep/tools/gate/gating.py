@@ -42,12 +42,9 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
     where, without it, processor or torch are others, and TrialFailed.
     """
     if within is None and (others := changes(golden.numeric, golden.numeric | machine())):
-        raise ConfigError(
-            "the golden file cannot be compared here, since bits depend on the processor and on torch:\n"
-            + "\n".join(others)
-            + "\n"
-            "Record it on such a machine, or compare numbers instead by --within ULPS, such as 65536"
-        )
+        why = "the golden file cannot be compared here, since bits depend on the processor and on torch:"
+        advice = "Record it on such a machine, or compare numbers instead by --within ULPS, such as 65536"
+        raise ConfigError("\n".join([why, *others, advice]))
     now = measured(recipe, steps=len(golden.chain), console=console)
     text, code = difference(golden, now), 1
     if text is None:

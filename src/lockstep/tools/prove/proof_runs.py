@@ -159,7 +159,7 @@ class ProofRuns:
         if parallel and code == UserError.exit_code and run.refusal:
             raise NotShown(f"{parallel.kind} refuses this run: {run.refusal}")
         if code:
-            raise self._failure(variant, run, code)
+            raise TrialFailed(run.output, code, f"the proof's {variant}")
         return run
 
     def with_strategy(self, kind: str, processes: int) -> ProofRun:
@@ -192,7 +192,7 @@ class ProofRuns:
         code, run = self.ended(variant, poll)
         left = listed(checkpoints)
         if not killed or not code or not left:
-            raise self._failure(variant, run, code)
+            raise TrialFailed(run.output, code, f"the proof's {variant}")
         return killed[0], step_of(left[0])
 
     def shortage(self, processes: int) -> str | None:
@@ -212,18 +212,9 @@ class ProofRuns:
         folder = self.folder / variant.name
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
-        trial = trials.run(
-            variant.recipe(self.recipe, folder, steps=self.steps),
-            folder,
-            task="prove",
-            request=variant.request,
-            processes=variant.processes,
-            poll=poll,
-        )
+        recipe, processes = variant.recipe(self.recipe, folder, steps=self.steps), variant.processes
+        trial = trials.run(recipe, folder, task="prove", request=variant.request, processes=processes, poll=poll)
         return trial.code, ProofRun(folder=folder, output=trial.output, peak_bytes=trial.peak_bytes)
-
-    def _failure(self, variant: RunVariant, run: ProofRun, code: int) -> TrialFailed:
-        return TrialFailed(run.output, code, f"the proof's {variant}")
 
 
 def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:

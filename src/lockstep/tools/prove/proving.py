@@ -222,9 +222,8 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
     ConfigError for an unknown part, TrialFailed when a run ends with an error of its own."""
     for part in parts:
         if part not in PARTS:
-            raise ConfigError(
-                f"--only: there is no part {part!r}{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
-            )
+            there_is = f"{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
+            raise ConfigError(f"--only: there is no part {part!r}{there_is}")
     with trials.forking(recipe, "prove"), ended_by_sigterm():
         data, report = prepared(recipe), timed_lines(console)
         with folder_for(keep) as folder:

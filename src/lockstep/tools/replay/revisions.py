@@ -105,11 +105,8 @@ def placed(recipe: Recipe, folder: Path, modules: Sequence[Path]) -> Iterator[No
     """Start trials in a folder, with the modules in `modules`: where Lockstep is one, they are new interpreters, not
     forks of this process."""
     is_own = any((each / "lockstep").is_dir() for each in modules)
-    with (
-        chdir(folder),
-        environment.importing_from(modules),
-        nullcontext() if is_own else trials.forking(recipe, "replay"),
-    ):
+    forking = nullcontext() if is_own else trials.forking(recipe, "replay")
+    with chdir(folder), environment.importing_from(modules), forking:
         yield
 
 
@@ -129,13 +126,8 @@ def compare(path: Path, revisions: Sequence[str], *, steps: int, trusts: bool, c
             recipe = recipes.parse(moved, file=str(repository.file))
             recipe_trust.authorize(recipe, repository.root / repository.file, trusts=trusts)
             log = Evidence(name=f"revision {revision}", facts={}, checkpoints={}, numeric={}, settings={})
-            run = LoggedRun(
-                recipe=recipe,
-                folder=outer / f"run-{name}",
-                log=log,
-                trusts=True,
-                placed=partial(placed, recipe, folder / repository.working, modules),
-            )
+            place = partial(placed, recipe, folder / repository.working, modules)
+            run = LoggedRun(recipe=recipe, folder=outer / f"run-{name}", log=log, trusts=True, placed=place)
             report(f"{name}: training {steps} steps of {log.name} ({commit[:10]}) ...")
             request = ReplayRequest(first=steps, last=steps, until=steps, opens=False)
             run.again(request, run.folder, report).checked()

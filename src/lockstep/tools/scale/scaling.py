@@ -180,15 +180,11 @@ def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) 
 
 def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
     """Return notes that a reader needs to interpret the figures."""
-    kind = (
-        "Weak scaling: the global batch grows with the processes; each does the same work at any number."
-        if options.is_weak
-        else "Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."
-    )
+    notes = ["Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."]
+    if options.is_weak:
+        notes = ["Weak scaling: the global batch grows with the processes; each does the same work at any number."]
     shared = [size for size in options.world_sizes if size * recipe.run.threads > cores()]
-    if not shared or device_of(World()).type != "cpu":
-        return [kind]
-    return [
-        kind,
-        f"{cores()} cores are shared by {processes_text(min(shared))} and more: expect no speed-up from there on.",
-    ]
+    if shared and device_of(World()).type == "cpu":
+        what = f"{cores()} cores are shared by {processes_text(min(shared))} and more"
+        notes.append(f"{what}: expect no speed-up from there on.")
+    return notes

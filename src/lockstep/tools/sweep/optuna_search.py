@@ -51,18 +51,16 @@ def _study(sweep: Sweep, *, seed: int) -> optuna.Study:
         pruner=optuna.pruners.MedianPruner(),
     )
     for each in sweep.ended:
-        study.add_trial(
-            optuna.trial.create_trial(
-                state=STATES[each.state],
-                value=each.value if each.state == "finished" else None,
-                params={
-                    key.key: override_text(each.settings[key.key]) if key.ends is None else each.settings[key.key]
-                    for key in sweep.keys
-                },
-                distributions=_distributions(sweep.keys),
-                intermediate_values={i: _number(sweep, measured.value) for i, measured in enumerate(each.evaluations)},
-            )
+        values = [each.settings[key.key] for key in sweep.keys]
+        pairs = zip(sweep.keys, values, strict=True)
+        trial = optuna.trial.create_trial(
+            state=STATES[each.state],
+            value=each.value if each.state == "finished" else None,
+            params={key.key: override_text(value) if key.ends is None else value for key, value in pairs},
+            distributions=_distributions(sweep.keys),
+            intermediate_values={i: _number(sweep, measured.value) for i, measured in enumerate(each.evaluations)},
         )
+        study.add_trial(trial)
     return study
 
 

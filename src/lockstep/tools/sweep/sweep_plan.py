@@ -158,10 +158,8 @@ def _continue_sweep(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
     if other is None and _trial_settings(recipe) != _trial_settings(recipes.load(plan.folder / CONFIG, stored.shared)):
         other = "its config has changed"
     if other is not None or len(sweep.keys) != len(stored.keys):
-        raise ConfigError(
-            f"{plan.folder} is another sweep ({other or 'of other keys'}): choose another --name, or go on with "
-            f"lockstep sweep {os.path.relpath(plan.folder)}"
-        )
+        what = f"{plan.folder} is another sweep ({other or 'of other keys'}): choose another --name"
+        raise ConfigError(f"{what}, or go on with lockstep sweep {os.path.relpath(plan.folder)}")
     sweep.trials = stored.trials
     return plan
 
@@ -185,10 +183,8 @@ def _metric(recipe: Recipe, requested: str | None) -> tuple[str, Mode]:
     set_for = {train.stop_metric: train.stop_mode, checkpoint.best: checkpoint.mode}
     known = [each for each in (mode, set_for.get(metric, "auto"), mode_by_name(metric)) if each not in ("auto", None)]
     if not known:
-        raise ConfigError(
-            f"nothing says whether smaller or larger values of {metric!r} are better: give --metric -{metric} or "
-            f"+{metric}"
-        )
+        what = f"nothing says whether smaller or larger values of {metric!r} are better"
+        raise ConfigError(f"{what}: give --metric -{metric} or +{metric}")
     return metric, known[0] or "auto"
 
 
@@ -201,10 +197,8 @@ def _check_recipes(plan: PlannedSweep) -> None:
             raise ConfigError(f"with {settings_text(settings)}:\n{error}") from None
     launch = recipe.launch
     if launch.max_nodes > 1 and not launch.SUBMITS:
-        raise ConfigError(
-            f"launch.nodes={launch.nodes}: with launch.kind={launch.kind} a sweep runs on this machine; set "
-            "launch.nodes=1"
-        )
+        what = f"launch.nodes={launch.nodes}: with launch.kind={launch.kind} a sweep runs on this machine"
+        raise ConfigError(f"{what}; set launch.nodes=1")
     if plan.sweep.prune != "none" and "jsonl" not in recipe.observe.sinks:
         raise ConfigError("observe.sinks: pruning reads metrics.jsonl; add jsonl, or give --prune none")
 

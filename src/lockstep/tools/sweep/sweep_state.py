@@ -109,10 +109,8 @@ class Sweep(SweepPart):
         try:
             storage.write(folder / SWEEP, self.model_dump_json(indent=1))
         except OSError as error:
-            raise ConfigError(
-                f"cannot write to {folder}: {error.strerror}; see that there is space, then go on with "
-                f"lockstep sweep {folder}"
-            ) from None
+            what = f"cannot write to {folder}: {error.strerror}; see that there is space"
+            raise ConfigError(f"{what}, then go on with lockstep sweep {folder}") from None
 
 
 def load(folder: Path) -> Sweep:

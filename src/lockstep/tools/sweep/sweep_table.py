@@ -51,10 +51,8 @@ def print_sweep(sweep: Sweep, folder: Path, console: Console) -> None:
     best = next((trial for trial in sweep.trials if trial.name == sweep.best), None)
     if best is None:
         return
-    console.print(
-        f"The best by {sweep.metric} is {folder / best.name}, with {number(best.value)}.\n\nLines for the config:\n",
-        soft_wrap=True,
-    )
+    text = f"The best by {sweep.metric} is {folder / best.name}, with {number(best.value)}."
+    console.print(f"{text}\n\nLines for the config:\n", soft_wrap=True)
     console.print(config_lines(best.settings), end="", soft_wrap=True)
 
 
@@ -100,13 +98,9 @@ def svg(sweep: Sweep, title: str) -> str:
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(max(5.0 * columns, 7.5), 4.2 * rows + 0.6)
         figure.suptitle(title)
-        all_axes = [
-            figure.add_subplot(rows, columns, index + 1, xlabel=key.key, ylabel=sweep.metric)
-            for index, key in enumerate(sweep.keys)
-        ]
-        for axes, key in zip(all_axes, sweep.keys, strict=True):
-            _panel(axes, key, sweep)
-        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        for index, key in enumerate(sweep.keys, start=1):
+            _panel(figure.add_subplot(rows, columns, index, xlabel=key.key, ylabel=sweep.metric), key, sweep)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     return draw_svg(draw, settings=CHART, metadata={"Title": title})
 

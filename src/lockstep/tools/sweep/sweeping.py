@@ -42,19 +42,12 @@ def run(plan: PlannedSweep, console: Console) -> int:
     Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already."""
     sweep, folder = plan.sweep, plan.folder
     with locked(folder, f"{folder} is run by another process; choose another --name"):
-        done = len(sweep.ended)
-        console.print(
-            f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}"
-            + (f"; {done} of them ended before" if done else ""),
-            soft_wrap=True,
-        )
+        before = f"; {len(sweep.ended)} of them ended before" if sweep.ended else ""
+        console.print(f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}{before}", soft_wrap=True)
         trials, submits = Trials(plan=plan, console=console), plan.base.launch.SUBMITS
         try:
             with ended_by_sigterm():
-                if submits:
-                    _run_jobs(trials)
-                else:
-                    _run_here(trials)
+                (_run_jobs if submits else _run_here)(trials)
         except (KeyboardInterrupt, Interrupted) as error:
             what = str(error) or "interrupted"
             jobs = "; jobs that were submitted go on" if submits else ""

@@ -18,7 +18,7 @@ from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
 from lockstep.launch import launch_run, run_control
 from lockstep.observe.report.goodput import starts
-from lockstep.observe.run_folder import RunFolder, RunSummary
+from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
@@ -67,7 +67,7 @@ class TrialTraining:
     @property
     def is_decided(self) -> bool:
         """Whether the run has ended and does not go on."""
-        return self._summary().status in DECIDED
+        return RunFolder(self.folder).summary().status in DECIDED
 
     def prepare_folder(self) -> None:
         try:
@@ -88,8 +88,7 @@ class TrialTraining:
                     for line in RunFolder(self.folder).metric_lines()
                     if line.kind == "evaluation"
                 ]
-                early = [each for each in self.trial.evaluations if each.step < self.total_steps]
-                self.pruned_at = self.judge(early)
+                self.pruned_at = self.judge([each for each in self.trial.evaluations if each.step < self.total_steps])
 
     def output(self) -> Path:
         """Return the file with what its launcher wrote."""
@@ -106,7 +105,7 @@ class TrialTraining:
             lines = [line.removeprefix(MARK) for line in storage.tail(self.output()).splitlines()]
             reasons = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
             return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
-        summary = self._summary()
+        summary = RunFolder(self.folder).summary()
         values = self._checkpoint_metrics() or summary.evaluation
         value = values.get(self.metric)
         if value is None or value != value:
@@ -125,9 +124,6 @@ class TrialTraining:
         history = RunFolder(self.folder).history()
         seconds = sum(start.ended - start.began for start in starts(history))
         return self.trial.model_copy(update={"state": state, "seconds": round(seconds, 1), **results})
-
-    def _summary(self) -> RunSummary:
-        return RunFolder(self.folder).summary()
 
 
 class LocalTraining(TrialTraining):

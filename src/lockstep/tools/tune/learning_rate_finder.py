@@ -39,9 +39,8 @@ def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Co
     base, batch = recipe.optim.base_batch, recipe.train.global_batch
     factor = base / batch if base else 1.0  # from the rate in use to optim.lr, which the linear rule scales
     rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""
-    console.print(
-        f"{len(rates)} steps of {batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}", soft_wrap=True
-    )
+    text = f"{len(rates)} steps of {batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}"
+    console.print(text, soft_wrap=True)
     with counting(console, "sweeping", "steps", total=len(rates), done=0) as counter:
         curve = sweep(recipe, rates, lambda done: counter.add(done - counter.done))
     best = curve.steepest

@@ -126,13 +126,8 @@ class Finder:
             why = f"It was ended by {MEMORY_SIGNALS[trial.code]}, as the system does when memory runs out."
         elif verdict == "fits" and budget is not None and trial.device_bytes > budget:
             verdict = "over the budget"
-        row = TrialRow(
-            m=m,
-            verdict=verdict,
-            peak_bytes=trial.device_bytes if self.budget.on_gpu else max(trial.resident_bytes, trial.device_bytes),
-            samples_per_second=trial.samples_per_second,
-            why=why,
-        )
+        peak = trial.device_bytes if self.budget.on_gpu else max(trial.resident_bytes, trial.device_bytes)
+        row = TrialRow(m=m, verdict=verdict, peak_bytes=peak, samples_per_second=trial.samples_per_second, why=why)
         if verdict != "fits" and not trial.began:
             raise ConfigError(f"not even the model fits in memory: {self.remedy(row)}")
         return row

@@ -29,10 +29,9 @@ def problem(run: Path, key: Path, chain: Sequence[Link]) -> str | None:
         public.verify(bytes.fromhex(found["signature"]), _bytes(found["signed"]))
         if found["signed"] not in map(asdict, chain):
             return f"{FILE} is of another hash chain than the run's"
-        last = found["signed"]["step"]
-        return (
-            None if last == chain[-1].step else f"the checkpoints after step {last} are not signed: sign the run again"
-        )
+        if (last := found["signed"]["step"]) != chain[-1].step:
+            return f"the checkpoints after step {last} are not signed: sign the run again"
+        return None
     except FileNotFoundError:
         return f"there is no {FILE} in {run}: sign the run with --sign KEY"
     except Exception as error:  # an InvalidSignature, or a file of any other form

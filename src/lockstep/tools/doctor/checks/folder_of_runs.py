@@ -37,7 +37,7 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
         try:
             run_paths.check_folder(context.recipe.folder)
         except ConfigError as error:
-            yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
+            yield Diagnosis.error("LS-RUN-05", str(error), "choose another run.name")
     bytes_each = BYTES_PER_PARAMETER * context.parameters
     needed, free = bytes_each * (context.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
     if free < needed:

@@ -33,12 +33,8 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
         try:
             context.ranks = measure(context, recipe, folder)
         except LaunchError as error:
-            yield Diagnosis(
-                code=error.code,
-                severity="error",
-                cause=str(error),
-                repair=f"{error.code} in docs/troubleshooting.md says what to try",
-            )
+            advice = f"{error.code} in docs/troubleshooting.md says what to try"
+            yield Diagnosis.error(error.code, str(error), advice)
             return
     if context.node is not None:
         context.of_this_machine.clear()  # node 0 has it with the facts of the ranks, and shows it
