@@ -42,11 +42,8 @@ def kept_outside(root: str, mark: Mark, described: Mapping[str, str]) -> Finding
     else:
         what = "changes with every forward pass and is neither a parameter nor a buffer"
         fix = "keep it in a buffer (register_buffer), or make it anew in each forward pass"
-    return Finding(
-        kind="state",
-        where=where,
-        message=f"{where} {what}: each process changes its own, and no checkpoint holds it; {fix}",
-    )
+    message = f"{where} {what}: each process changes its own, and no checkpoint holds it; {fix}"
+    return Finding(kind="state", where=where, message=message)
 
 
 def _location(root: str, mark: Mark, described: Mapping[str, str]) -> str:
@@ -114,11 +111,7 @@ def other_data(column: str) -> Finding:
 
 def own_parameter(name: str) -> Finding:
     """Return the finding of a forward pass that writes to a parameter."""
-    return Finding(
-        kind="parameter",
-        where=name,
-        message=changed_weight(name),
-    )
+    return Finding(kind="parameter", where=name, message=changed_weight(name))
 
 
 def mixing_loss(figures: str, *, is_mean: bool) -> Finding:

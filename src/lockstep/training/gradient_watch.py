@@ -29,9 +29,8 @@ class GradientWatch:
     def _add(self, optimizer: Optimizer, *_: Any) -> None:
         members = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         sizes = torch._foreach_norm([local_tensor(p.grad).detach() for p in members], 1) if members else ()
-        self.sums |= {
-            p: self.sums[p] + size if p in self.sums else size for p, size in zip(members, sizes, strict=True)
-        }
+        for p, size in zip(members, sizes, strict=True):
+            self.sums[p] = self.sums[p] + size if p in self.sums else size
         self.num_steps += optimizer is self.last_part
 
     def finish(self) -> Collection[str]:

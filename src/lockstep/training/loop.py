@@ -196,8 +196,7 @@ def _loaded(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
 
 
 def _publish_times(run: Training, ranks: RankClock) -> None:
-    times = ranks.read()
-    if times is not None:
+    if (times := ranks.read()) is not None:
         run.bus.publish(times)
 
 

@@ -1,8 +1,9 @@
 """Settings of the optimizer and the learning-rate schedule."""
 
-from typing import Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from lockstep.base.config import MANY, LocalPath, Section
 from lockstep.base.errors import nearest
@@ -19,11 +20,11 @@ WHOLE_TENSORS = ("adafactor", "muon", OWN)
 """Optimizers that need whole parameters, not parts of them."""
 
 
-def _known(kind: str | None, *, kinds: tuple[str, ...]) -> str | None:
+def _known(kind: str, *, kinds: tuple[str, ...]) -> str:
     """Return a kind in lower case. Raises ValueError for an unknown one."""
-    if kind is None or kind.lower() in kinds:
-        return kind and kind.lower()
-    raise ValueError(f"there is no {kind!r}{nearest(kind, list(kinds))} (there is: {', '.join(kinds)})")
+    if kind.lower() not in kinds:
+        raise ValueError(f"there is no {kind!r}{nearest(kind, list(kinds))} (there is: {', '.join(kinds)})")
+    return kind.lower()
 
 
 class GroupSection(Section):
@@ -36,21 +37,16 @@ class GroupSection(Section):
     """Learning rate at the peak, in place of optim.lr; the schedule and the linear rule apply to it, too."""
     weight_decay: float | None = Field(None, ge=0, le=1e3)
     """Weight decay of all that match, also of norms and biases."""
-    kind: str | None = None
+    kind: Annotated[str, AfterValidator(partial(_known, kinds=KINDS))] | None = None
     """Another optimizer, with its own defaults for everything but lr and weight_decay."""
     options: dict[str, Any] = {}
     """Further arguments of its class."""
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str | None) -> str | None:
-        return _known(kind, kinds=KINDS)
 
 
 class OptimSection(Section):
     """How weights are updated."""
 
-    kind: str = "adamw"
+    kind: Annotated[str, AfterValidator(partial(_known, kinds=(*KINDS, OWN)))] = "adamw"
     """adamw (I. Loshchilov, F. Hutter, Decoupled Weight Decay Regularization, 2019), sgd with momentum, or another
     class of torch.optim in lower case, such as adam, rmsprop or muon; user: that of a Python file."""
     lr: float = Field(1e-3, gt=0, le=1e6)
@@ -78,11 +74,6 @@ class OptimSection(Section):
     layer_decay: float | None = Field(None, gt=0, le=1)
     """Layer-wise decay: each layer learns at this fraction of the rate of the one above it, and what lies below all
     layers at the lowest. Layers are the numbered modules, such as `layer.0` (K. Clark et al., ELECTRA, 2020)."""
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str) -> str | None:
-        return _known(kind, kinds=(*KINDS, OWN))
 
     @model_validator(mode="after")
     def _check_own(self) -> Self:

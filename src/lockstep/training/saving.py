@@ -49,10 +49,8 @@ class Saving:
         waited = time.monotonic() - start
         if waited > WARN_SECONDS:
             what = f"a save was due while the last one was still being written: training stood still for {waited:.1f} s"
-            advice = (
-                "Save less often (checkpoint.every_steps, checkpoint.every_minutes), or on a faster disk than that of"
-            )
-            self.bus.publish(Warned(message=f"{what}. {advice} {self.writer.root}"))
+            advice = "Save less often (checkpoint.every_steps, checkpoint.every_minutes), or on a faster disk than that"
+            self.bus.publish(Warned(message=f"{what}. {advice} of {self.writer.root}"))
         self.bus.publish(SaveStarted(step=self.state.step))
         manifest, used = self.manifest(metrics), self.state.used()
         self.writer.start(self.state.tensors(), manifest, used=used, is_last=is_last)
@@ -87,12 +85,11 @@ class Saving:
         return self.longest_seconds or self.writer.bytes / SLOW_DISK_BYTES_PER_SECOND
 
     def facts(self) -> dict[str, Any]:
-        longest = max(self.stalls, default=0.0)
         return {
             "started": len(self.stalls),
             "failed": self.failed,
             "stall_seconds": round(sum(self.stalls), 4),
-            "longest_stall_seconds": round(longest, 4),
+            "longest_stall_seconds": round(max(self.stalls, default=0.0), 4),
             "longest_seconds": round(self.longest_seconds, 4),
         }
 
@@ -110,7 +107,5 @@ class Saving:
             return
         self.newest = saved.folder
         self.longest_seconds = max(self.longest_seconds, saved.seconds)
-        stall = self.stalls[-1]
-        self.bus.publish(
-            CheckpointSaved(step=saved.step, folder=saved.folder, seconds=saved.seconds, stall_seconds=stall)
-        )
+        times = {"seconds": saved.seconds, "stall_seconds": self.stalls[-1]}
+        self.bus.publish(CheckpointSaved(step=saved.step, folder=saved.folder, **times))

@@ -1,7 +1,7 @@
 """Everything that changes during training and is stored in a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,11 +188,8 @@ class TrainState:
         """Switch to evaluation mode and, if there is one, to the EMA of the weights; switch back afterwards."""
         self.module.eval()
         try:
-            if self.ema is None:
+            with self.ema.in_place() if self.ema else nullcontext():
                 yield
-            else:
-                with self.ema.in_place():
-                    yield
         finally:
             self.module.train()
 

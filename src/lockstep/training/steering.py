@@ -6,6 +6,7 @@ Checkpoints hold the state of observers that have state_dict() and load_state_di
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -119,17 +120,14 @@ class Steering:
 
 def observer_states(observers: Sequence[Observer], warn: Callable[[str], None]) -> list[Any]:
     """Return the state of each observer, None where it has none, or one that JSON cannot hold."""
-    return [_state(observer, warn) for observer in observers]
-
-
-def _state(observer: Observer, warn: Callable[[str], None]) -> Any:
-    if not hasattr(observer, "state_dict"):
-        return None
-    try:
-        return json.loads(json.dumps(observer.state_dict(), allow_nan=False))
-    except Exception as error:
-        warn(f"the state of the observer {type(observer).__name__} is not saved: {type(error).__name__}: {error}")
-        return None
+    states: list[Any] = [None] * len(observers)
+    for place, observer in enumerate(observers):
+        try:
+            if hasattr(observer, "state_dict"):
+                states[place] = json.loads(json.dumps(observer.state_dict(), allow_nan=False))
+        except Exception as error:
+            warn(f"the state of the observer {type(observer).__name__} is not saved: {type(error).__name__}: {error}")
+    return states
 
 
 def restore_observers(observers: Sequence[Observer], saved: Sequence[Any], warn: Callable[[str], None]) -> None:
@@ -147,16 +145,13 @@ def restore_observers(observers: Sequence[Observer], saved: Sequence[Any], warn:
 def _decision(step: int, requests: Sequence[tuple[str, Request]]) -> Decision:
     """Return all requests of a step as one; factors are multiplied."""
     asked = [request for _, request in requests]
-    factor = 1.0
-    for request in asked:
-        factor *= request.factor if isinstance(request, ScaleLearningRate) else 1.0
     return Decision(
         step=step,
         by=", ".join(dict.fromkeys(name for name, _ in requests)),
         stop=any(isinstance(request, Stop) for request in asked),
         save=any(isinstance(request, Save) for request in asked),
         evaluate=any(isinstance(request, Evaluate) for request in asked),
-        factor=factor,
+        factor=math.prod((each.factor for each in asked if isinstance(each, ScaleLearningRate)), start=1.0),
     )
 
 
