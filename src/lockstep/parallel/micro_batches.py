@@ -140,10 +140,8 @@ def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None
     """Raise ModelError where a model's loss uses weights, which evaluation of a sharded model does not gather."""
     with torch.enable_grad():
         if unweighted(model.loss(widened(detached(outputs)), batch)).total.requires_grad:
-            raise ModelError(
-                "the loss uses weights of its own, which a process that holds only a part of the model does not have: "
-                "use them in forward() instead, or use parallel.kind=ddp"
-            )
+            what = "the loss uses weights of its own, which a process that holds only a part of the model does not have"
+            raise ModelError(f"{what}: use them in forward() instead, or use parallel.kind=ddp")
 
 
 class DeviceNumber:

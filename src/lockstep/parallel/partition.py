@@ -92,10 +92,8 @@ class OutputLayout:
         leaves, spec = pytree.tree_flatten(outputs)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
-                raise ModelError(
-                    f"block {number} gives a {type(leaf).__name__}, which cannot be sent to another process: blocks of "
-                    "a pipeline give tensors, or tuples, lists and dicts of them"
-                )
+                what = f"block {number} gives a {type(leaf).__name__}, which cannot be sent to another process"
+                raise ModelError(f"{what}: blocks of a pipeline give tensors, or tuples, lists and dicts of them")
         return cls(spec, tuple(TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
     @property

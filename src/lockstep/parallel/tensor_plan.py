@@ -112,10 +112,8 @@ def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
     for what, count in counts.items():
         if count % size:
             possible = [n for n in range(1, size) if all(each % n == 0 for each in (world, *counts.values()))]
-            raise ModelError(
-                f"parallel.size={size} does not divide the {count} {what} of this model: set parallel.size to "
-                f"{' or '.join(map(str, possible))}"
-            )
+            why = f"parallel.size={size} does not divide the {count} {what} of this model"
+            raise ModelError(f"{why}: set parallel.size to {' or '.join(map(str, possible))}")
 
 
 def split_layers(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:

@@ -235,10 +235,8 @@ def _step_without_effect(optimizer: Optimizer) -> None:
         if old.get(name) != value
     }
     if unsaved := sorted(others | changed):
-        raise ConfigError(
-            f"{type(optimizer).__name__} keeps {unsaved[0]!r} as a Python number, which no checkpoint holds: keep it "
-            "as a tensor in the state of each parameter"
-        )
+        what = f"{type(optimizer).__name__} keeps {unsaved[0]!r} as a Python number, which no checkpoint holds"
+        raise ConfigError(f"{what}: keep it as a tensor in the state of each parameter")
     for state in states:
         for name, value in state.items():
             if isinstance(value, Tensor) and (name == "step" or isinstance(optimizer, torch.optim.SGD)):

@@ -185,10 +185,8 @@ def _choose(root: Path, how: str, warn: Callable[[str], None], *, skip: Collecti
     if (folder / "checkpoints").is_dir():  # the folder of a run
         folder = verify.newest(folder / "checkpoints", lambda *_: None, problem=problem) or folder
     if not folder.is_dir():
-        raise CheckpointError(
-            f"--resume {how}: there is no such folder; say auto, never, a run, or one of its checkpoints, such as "
-            f"{checkpoints[0] if checkpoints else root / 'step-000000100'}"
-        )
+        what = f"--resume {how}: there is no such folder; say auto, never, a run, or one of its checkpoints"
+        raise CheckpointError(f"{what}, such as {checkpoints[0] if checkpoints else root / 'step-000000100'}")
     if (reason := problem(folder)) is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
     return folder

@@ -200,10 +200,8 @@ def copies_of(module: nn.Module, averages: Sequence[Averaged]) -> list[tuple[Ave
     for each in averages:
         held = [own[name].shape for name in (each.copy, each.source) if name in own]
         if len(held) == 1 or len(set(held)) > 1:
-            raise ModelError(
-                f"averages(): {each.copy} and {each.source} are not on the same process in the same parts, as "
-                "parallel.kind=pipeline or tensor splits the model: use ddp or fsdp"
-            )
+            what = f"averages(): {each.copy} and {each.source} are not on the same process in the same parts"
+            raise ModelError(f"{what}, as parallel.kind=pipeline or tensor splits the model: use ddp or fsdp")
     return [(each, own[each.copy], own[each.source]) for each in averages if each.copy in own]
 
 

@@ -168,10 +168,8 @@ def _read(file: Path, *, mends: bool = True) -> list[Decision]:
         for line in lines[:-1]:
             found.append(Decision.model_validate_json(line))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}, which says what observers asked of this run, cannot be read ({str(error).splitlines()[0]}): "
-            "remove it to go on without"
-        ) from None
+        what = f"{file}, which says what observers asked of this run, cannot be read ({str(error).splitlines()[0]})"
+        raise CheckpointError(f"{what}: remove it to go on without") from None
     with suppress(OSError):
         if lines[-1] and mends:  # the next line begins on its own
             storage.write(file, b"\n".join([*lines[:-1], b""]))

@@ -34,10 +34,8 @@ def make_trainable(model: nn.Module) -> None:
 def _check_tensors(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise ModelError(
-                f"{name} has no shape yet, as in a lazy module: give its layer the input size, or run the model once "
-                "on a batch of zeros where it is built"
-            )
+            what = f"{name} has no shape yet, as in a lazy module: give its layer the input size"
+            raise ModelError(f"{what}, or run the model once on a batch of zeros where it is built")
         if tensor.is_meta:
             raise ModelError(f"{name} is on the device meta, without values: build the model on the CPU")
         if tensor.requires_grad and tensor.is_complex():

@@ -39,10 +39,8 @@ def check_secrets(store: dist.Store, world: World, secret: bytes | None, *, time
         if world.is_main:  # it holds the store, which the others have to read before it ends
             with suppress(PeerLost):
                 wait_for_all(store, [f"told-{rank}" for rank in range(world.size)], timeout)
-        raise LaunchError(
-            f"the processes of this run have different secrets: set {run_secret.VARIABLE} to one folder, on all "
-            "machines (docs/launching.md)"
-        )
+        what = "the processes of this run have different secrets"
+        raise LaunchError(f"{what}: set {run_secret.VARIABLE} to one folder, on all machines (docs/launching.md)")
 
 
 def _store_of_main_rank(torchs: dist.Store, world: World, secret: bytes, *, timeout: timedelta) -> dist.Store:

@@ -59,10 +59,8 @@ def device_of(world: World) -> torch.device:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if world.local_size > gpus and not world.shares_gpus:
-        raise LaunchError(
-            f"{world.local_size} processes but {gpus} GPU{'s' if gpus > 1 else ''} on this machine: "
-            f"set launch.processes={gpus}, or launch.share_gpus=true"
-        )
+        what = f"{world.local_size} processes but {gpus} GPU{'s' if gpus > 1 else ''} on this machine"
+        raise LaunchError(f"{what}: set launch.processes={gpus}, or launch.share_gpus=true")
     slot = slot_here()  # one that joins later has local rank 0 until then
     return torch.device("cuda", (world.local_rank if slot is None else slot) % gpus)
 

@@ -69,10 +69,8 @@ def faster_precision(precision: str, device: torch.device, *, parameters: int) -
     other, factor = compare_precisions(precision)
     if factor < FASTER[precision][1]:
         return ""
-    return (
-        f"matrix products in {other} are {factor:.1f} times as fast as in {precision} on this processor: "
-        f"train.precision={other} shortens steps, and gives other weights"
-    )
+    what = f"matrix products in {other} are {factor:.1f} times as fast as in {precision} on this processor"
+    return f"{what}: train.precision={other} shortens steps, and gives other weights"
 
 
 def _products(

@@ -79,10 +79,8 @@ def _check_tokenizer(tokenizer: Any, name: str | Path) -> None:
     """Raise ModelError for a tokenizer that transformers has made up, where a folder holds none: it knows special
     tokens alone, so every text would be the same."""
     if len(tokenizer) - len({*tokenizer.all_special_ids}) < MIN_VOCABULARY:
-        raise ModelError(
-            f"{name} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of, "
-            "or save them there with tokenizer.save_pretrained(FOLDER)"
-        )
+        what = f"{name} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of"
+        raise ModelError(f"{what}, or save them there with tokenizer.save_pretrained(FOLDER)")
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
@@ -116,10 +114,8 @@ def _refuse_kernels(auto_class: Any) -> None:
 
 
 def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise ModelError(
-        f"the model's settings ask for the kernel {name!r} of the hub, which is code and is not executed: save the "
-        "model with another implementation"
-    )
+    what = f"the model's settings ask for the kernel {name!r} of the hub, which is code and is not executed"
+    raise ModelError(f"{what}: save the model with another implementation")
 
 
 def check_folder(folder: Path) -> None:

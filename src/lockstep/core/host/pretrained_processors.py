@@ -46,10 +46,8 @@ class ImageProcessor:
         try:
             channels, height, width = self(Image.new("RGB", size[::-1])).shape
         except Exception as error:
-            raise DataError(
-                f"the image processor of {name} does not give pixels ({error}): set data.image_processor=none and "
-                "data.image_size"
-            ) from error
+            what = f"the image processor of {name} does not give pixels ({error})"
+            raise DataError(f"{what}: set data.image_processor=none and data.image_size") from error
         return channels, height, width
 
     def __call__(self, image: Image.Image) -> np.ndarray:
@@ -92,10 +90,8 @@ class FeatureExtractor:
             probes = [self._answer(np.zeros(int(self.rate * each), np.float32)) for each in PROBE_SECONDS]
         except Exception as error:  # a damaged file can raise anything inside the libraries
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise DataError(
-                f"cannot load the feature extractor of {name}: {reason}; save it beside the model, with "
-                "feature_extractor.save_pretrained(FOLDER)"
-            ) from error
+            what = f"cannot load the feature extractor of {name}: {reason}; save it beside the model"
+            raise DataError(f"{what}, with feature_extractor.save_pretrained(FOLDER)") from error
         self.has_mask = all("attention_mask" in probe for probe in probes)
         self.padding = float(getattr(self.extractor, "padding_value", 0.0))
         shapes = {probe[self.column][0].shape for probe in probes}

@@ -85,10 +85,8 @@ def _download(place: RemotePath, found: Mapping[str, RemoteFile], *, target: Pat
     names = Counter(PurePosixPath(name) for name in found)
     folders = {folder for name in names for folder in name.parents}
     if twice := sorted(str(name) for name, count in names.items() if count > 1 or name in folders):
-        raise RemoteStorageError(
-            f"{place} holds {few(twice)} more than once, or as a file beside a folder of that name, which no disk can: "
-            "rename or remove one of them in the store"
-        )
+        what = f"{place} holds {few(twice)} more than once, or as a file beside a folder of that name"
+        raise RemoteStorageError(f"{what}, which no disk can: rename or remove one of them in the store")
     total = sum(file.bytes for file in found.values())
     missing = [file for file in found.values() if not (target / (file.name or place.name)).is_file()]
     done = total - sum(file.bytes for file in missing)

@@ -24,15 +24,11 @@ def checked(loss: Any) -> LossSum:
             f"loss of: return their sum and their number, such as {EXAMPLE}, with LossSum from lockstep"
         )
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
-        raise ModelError(
-            f"LossSum.total is {_repr(loss.total)}: it is the sum of the losses, a tensor of one number, such as in "
-            f"{EXAMPLE}"
-        )
+        what = f"LossSum.total is {_repr(loss.total)}"
+        raise ModelError(f"{what}: it is the sum of the losses, a tensor of one number, such as in {EXAMPLE}")
     if not _is_number(loss.count) or (not isinstance(loss.count, Tensor) and loss.count < 0):
-        raise ModelError(
-            f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of, a "
-            f"number, such as in {EXAMPLE}"
-        )
+        what = f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of"
+        raise ModelError(f"{what}, a number, such as in {EXAMPLE}")
     if not isinstance(loss.sums, Mapping) or not all(map(_is_number, loss.sums.values())):
         raise ModelError(
             'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
@@ -71,10 +67,8 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
         )
     samples = len(micro_batch.indices)
     if isinstance(loss.count, int) and loss.count != samples and not (micro_batch.ghost or micro_batch.is_void):
-        raise ModelError(
-            f"LossSum.count is {loss.count} for {samples} samples: of a loss with terms it is the number of samples; "
-            "make what counts tokens, or anything else, a term of its own"
-        )
+        what = f"LossSum.count is {loss.count} for {samples} samples: of a loss with terms it is the number of samples"
+        raise ModelError(f"{what}; make what counts tokens, or anything else, a term of its own")
     for name, term in loss.terms.items():
         is_on_cpu = not isinstance(term.count, Tensor) or term.count.device.type == "cpu"
         counted = micro_batch.term_counts.get(name, 0.0)

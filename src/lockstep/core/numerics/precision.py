@@ -91,10 +91,8 @@ class Precision:
 def check_format(kind: Format, device: torch.device) -> None:
     """Raise ConfigError where a device cannot train in a format."""
     if kind == "tf32" and device.type == "cpu":
-        raise ConfigError(
-            "train.precision=tf32: only GPUs round numbers to TF32 in products, so a CPU would give other weights; set "
-            "train.precision=fp32"
-        )
+        what = "train.precision=tf32: only GPUs round numbers to TF32 in products, so a CPU would give other weights"
+        raise ConfigError(f"{what}; set train.precision=fp32")
 
 
 def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> dict[str, Any]:
@@ -136,10 +134,8 @@ def prepare_compiler(device: torch.device, *, exact: bool) -> None:
     except (RuntimeError, OSError):
         found = None
     if found is None and device.type == "cpu":
-        raise ConfigError(
-            "train.compile: on a CPU torch.compile needs a C++ compiler; install g++ (Debian: apt-get install g++), or "
-            "set train.compile=false"
-        )
+        what = "train.compile: on a CPU torch.compile needs a C++ compiler"
+        raise ConfigError(f"{what}; install g++ (Debian: apt-get install g++), or set train.compile=false")
 
 
 def _claim_cache() -> None:
@@ -153,7 +149,5 @@ def _claim_cache() -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"train.compile: others could write to {folder}, whose code torch.compile would execute: remove it, or "
-            f"name another folder with {COMPILED}"
-        )
+        what = f"train.compile: others could write to {folder}, whose code torch.compile would execute"
+        raise ConfigError(f"{what}: remove it, or name another folder with {COMPILED}")

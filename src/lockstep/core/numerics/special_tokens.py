@@ -57,10 +57,8 @@ class SpecialTokens:
                     return found
             except DataError:  # it lacks what the template looks for
                 continue
-        raise DataError(
-            "the chat template reads names of special tokens in what messages say, so they cannot be text there: leave "
-            "them out, or set data.special_tokens_in_text=as_tokens"
-        )
+        what = "the chat template reads names of special tokens in what messages say, so they cannot be text there"
+        raise DataError(f"{what}: leave them out, or set data.special_tokens_in_text=as_tokens")
 
     def aliased(self, rendered: str) -> str:
         """Return the rendered text of an escaped chat, or a part of it, as `tokenizer` takes it."""

@@ -180,10 +180,8 @@ class DataParallel(Replicated):
             return
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
-        raise ModelError(
-            f"some parameters took no part in the loss of a step ({', '.join(unused[:MOST_NAMED])}{more}): set "
-            "parallel.find_unused=true, or leave them out of the model"
-        )
+        what = f"some parameters took no part in the loss of a step ({', '.join(unused[:MOST_NAMED])}{more})"
+        raise ModelError(f"{what}: set parallel.find_unused=true, or leave them out of the model")
 
     def sum_in_tree(self, bucket: dist.GradBucket) -> Future:
         """Start the tree's sum of a bucket's partial sums over all ranks, beside the backward pass."""

@@ -121,10 +121,8 @@ class Pipeline(Sharded):
             return bounds
         bounds = [0, *self.config.cut, blocks]
         if len(bounds) != count + 1 or any(a >= b for a, b in pairwise(bounds)):
-            raise LaunchError(
-                f"parallel.cut={list(self.config.cut)} does not cut {blocks} blocks into {count} stages: give "
-                f"{count - 1} rising numbers between 1 and {blocks - 1}, or auto"
-            )
+            what = f"parallel.cut={list(self.config.cut)} does not cut {blocks} blocks into {count} stages"
+            raise LaunchError(f"{what}: give {count - 1} rising numbers between 1 and {blocks - 1}, or auto")
         for start, end in pairwise(bounds):
             if start in obstacles:
                 raise ModelError(f"parallel.cut: no cut can be before block {start}: {obstacles[start]}")

@@ -19,10 +19,8 @@ class Single(Stepwise):
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Keep the model as it is; raises LaunchError when there is more than one process."""
         if dist.get_world_size() > 1:
-            raise LaunchError(
-                f"parallel.kind=single runs one process, but there are {dist.get_world_size()}: "
-                "set parallel.kind=ddp or launch.processes=1"
-            )
+            what = f"parallel.kind=single runs one process, but there are {dist.get_world_size()}"
+            raise LaunchError(f"{what}: set parallel.kind=ddp or launch.processes=1")
         return super().place(model, sample)
 
 

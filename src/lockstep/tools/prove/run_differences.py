@@ -76,10 +76,8 @@ class DifferenceCauses:
         if one.digest != other.digest:
             return "all gradients and their sums are equal, but the last step's weights are not: the optimizer differs"
         if self.runs.recipe.run.reproducibility == "fast":
-            return (
-                "run.reproducibility=fast adds gradients in an order that depends on the number of processes; "
-                "with exact, both numbers of processes have just given the same weights"
-            )
+            what = "run.reproducibility=fast adds gradients in an order that depends on the number of processes"
+            return f"{what}; with exact, both numbers of processes have just given the same weights"
         return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
 
     def of_strategy(self, kind: str, run: ProofRun, difference: RunDifference) -> str:

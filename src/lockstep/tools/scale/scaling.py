@@ -149,15 +149,11 @@ def check(recipe: Recipe, options: ScaleOptions) -> None:
     check_writable("--picture", options.picture, suffix=".svg")
     most, shards, limit = max(options.world_sizes), recipe.train.shards, recipe.parallel.MOST_PROCESSES
     if not options.is_weak and most > shards:
-        raise ConfigError(
-            f"--world {most}: a step has only {shards} micro-batches to share out; give at most {shards}, a smaller "
-            "train.micro_batch, or --weak, with which the global batch grows"
-        )
+        what = f"--world {most}: a step has only {shards} micro-batches to share out; give at most {shards}"
+        raise ConfigError(f"{what}, a smaller train.micro_batch, or --weak, with which the global batch grows")
     if limit is not None and most > limit:
-        raise ConfigError(
-            f"--world {most}: parallel.kind={recipe.parallel.kind} runs on {processes_text(limit)} at most; "
-            "set another, such as parallel.kind=ddp"
-        )
+        what = f"--world {most}: parallel.kind={recipe.parallel.kind} runs on {processes_text(limit)} at most"
+        raise ConfigError(f"{what}; set another, such as parallel.kind=ddp")
 
 
 def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:

@@ -65,10 +65,8 @@ def sweep(recipe: Recipe, rates: tuple[float, ...], report: Callable[[int], None
     request = TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates)
     trial = trial_process.run(request, on_steps=report)
     if trial.verdict in ("killed", "out of memory"):
-        raise ConfigError(
-            f"the sweep ran out of memory with train.micro_batch={recipe.train.micro_batch}; "
-            "lockstep tune --micro-batch finds one that fits"
-        )
+        what = f"the sweep ran out of memory with train.micro_batch={recipe.train.micro_batch}"
+        raise ConfigError(f"{what}; lockstep tune --micro-batch finds one that fits")
     if trial.verdict == "fails":
         raise trial.failure("the sweep")
     return Curve.of(rates, trial.losses)
@@ -93,16 +91,12 @@ def suggestion(curve: Curve, best: int, factor: float) -> list[str]:
 def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
     """Explain why there is no rate to suggest, and what to do."""
     if not len(curve.losses):
-        return (
-            "No rate: the loss is NaN or infinite in the first step, before any update. No learning rate mends that: "
-            "look at the data, at the loss, and at train.precision."
-        )
+        what = "No rate: the loss is NaN or infinite in the first step, before any update. No learning rate mends that"
+        return f"{what}: look at the data, at the loss, and at train.precision."
     last = curve.rates[-1]
     if not curve.is_readable:
-        return (
-            f"No rate: {ENDS[curve.end]} after {len(curve.losses)} steps already, at a rate of {last:.2g}. "
-            "Start lower, with --from."
-        )
+        what = f"No rate: {ENDS[curve.end]} after {len(curve.losses)} steps already"
+        return f"{what}, at a rate of {last:.2g}. Start lower, with --from."
     spread = f"from {curve.start_loss:.4g} to {curve.smoothed[curve.lowest]:.4g} at best"
     noise = f", while single losses vary by {curve.noise:.2g}" if curve.noise else ""
     remedy = "Start lower, with --from." if curve.end != "done" else "Go further, with --to, or take more --steps."
