@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.core.host.stream_clock import synchronize
+
 BYTES = 4 << 20
 """Bytes of a collective, and of a message whose speed is measured."""
 ROUNDS = 5
@@ -66,7 +68,7 @@ def _ping(receiver: int, device: torch.device) -> list[float]:
         start = time.perf_counter()
         dist.send(message, receiver)
         dist.recv(byte, receiver)
-        _finish(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     trip(byte)
@@ -81,7 +83,7 @@ def _answered(sender: int, device: torch.device) -> None:
     for message in (*[byte] * (1 + TRIPS), *[large] * ROUNDS):
         dist.recv(message, sender)
         dist.send(byte, sender)
-    _finish(device)
+    synchronize(device)
 
 
 def _messages(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,11 +98,6 @@ def _median(task: Callable[[], object], device: torch.device) -> float:
         dist.barrier()
         start = time.perf_counter()
         task()
-        _finish(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from lockstep.core.host.stream_clock import synchronize
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZE = 8192
 """Size of the square matrices on a GPU; a CPU gets smaller ones."""
@@ -33,9 +35,8 @@ def peak_flops(precision: str, device: torch.device) -> float:
 def mean_flops(precision: str, device: torch.device) -> float:
     """Measure the operations per second over all products. On a CPU only the time counts for which this thread has the
     core: other processes on it change nothing."""
-    operations, seconds = _products(
-        precision, device, clock=time.perf_counter if device.type == "cuda" else time.thread_time
-    )
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    operations, seconds = _products(precision, device, clock=clock)
     return operations * len(seconds) / sum(seconds)
 
 
@@ -84,15 +85,10 @@ def _products(
     _ = a @ b
     together = TOGETHER if device.type == "cuda" else 1
     while sum(seconds) < SECONDS:
-        _synchronize(device)
+        synchronize(device)
         start = clock()
         for _ in range(together):
             _ = a @ b
-        _synchronize(device)
+        synchronize(device)
         seconds.append((clock() - start) / together)
     return 2 * size**3, seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -66,6 +66,12 @@ class StreamClock(PhaseClock):
             self.add(start.elapsed_time(end) / 1000, target, source)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what is enqueued; nothing is on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def clock_of(device: torch.device) -> PhaseClock:
     """Return a clock for this thread's work on a device."""
     if device.type != "cuda":

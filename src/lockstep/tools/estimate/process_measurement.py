@@ -24,6 +24,7 @@ from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.core.host.memory_meter import Meter
+from lockstep.core.host.stream_clock import synchronize
 from lockstep.core.modules.blocks import with_weights
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.loss import unweighted
@@ -241,11 +242,6 @@ def context_bytes(device: torch.device) -> int:
     """Return the bytes that a process holds on a GPU besides its tensors."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> list[tuple[int, int]]:

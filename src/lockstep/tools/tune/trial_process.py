@@ -30,6 +30,7 @@ from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.host.matmul_speed import faster_precision
 from lockstep.core.host.memory_meter import device_peak_bytes, resident_bytes
+from lockstep.core.host.stream_clock import synchronize
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import select
 from lockstep.recipe import build
@@ -213,13 +214,13 @@ def measure(components: Components, request: TrialRequest) -> dict[str, Any]:
     step(components.state, next(longest(components).steps(0)), clip=clip)
     samples, steps = 0, components.steps(0)
     step(components.state, next(steps), clip=clip)
-    synchronize(components)
+    synchronize(components.device)
     begin = time.monotonic()
     for number, micro_batches in enumerate(steps, start=1):
         step(components.state, micro_batches, clip=clip)
         samples += sum(len(micro_batch.indices) for micro_batch in micro_batches)
         if number >= TIMED_STEPS:
-            synchronize(components)
+            synchronize(components.device)
             if time.monotonic() - begin >= TIMED_SECONDS:
                 break
     seconds = time.monotonic() - begin
@@ -245,11 +246,6 @@ def longest(components: Components) -> Components:
     train = select(components.data.train, rows)
     order = replace(components.order, samples=len(train), lengths=train.lengths, mixed=None)
     return replace(components, data=replace(components.data.renumbered(rows), train=train), order=order, total_steps=1)
-
-
-def synchronize(components: Components) -> None:
-    if components.device.type == "cuda":
-        torch.cuda.synchronize(components.device)
 
 
 def sweep(
