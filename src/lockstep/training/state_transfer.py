@@ -1,7 +1,6 @@
 """Bring all processes of a new process group to the training state of the one that is furthest: point to point, as raw
 tensors and JSON. Nothing is loaded before all has arrived."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
+from lockstep.core.distributed.collectives import receive_object, send_object
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.protocol.live_messages import Position
 from lockstep.training.state import TrainState
@@ -26,9 +26,9 @@ def equalise(
     rank, furthest = dist.get_rank(), max(positions)
     for source, other in _pairs([position == furthest for position in positions]):
         if rank == source:
-            _send_bytes(json.dumps({"state": state.state_dict(), "extras": extras()}).encode(), other)
+            send_object({"state": state.state_dict(), "extras": extras()}, other, None)
         if rank == other:
-            header = json.loads(_receive_bytes(source))
+            header = receive_object(source, None)
     for part in range(replica_size):
         for source, other in _pairs([position.step == furthest.step for position in positions[part::replica_size]]):
             ranks = [part + replica_size * each for each in (source, other)]
@@ -50,14 +50,14 @@ def _pairs(have: Sequence[bool]) -> list[tuple[int, int]]:
 
 def _send(state: TrainState, receiver: int) -> None:
     tensors = state.tensors()
-    _send_bytes(json.dumps(_shapes(tensors)).encode(), receiver)
+    send_object(_shapes(tensors), receiver, None)
     for tensor in tensors.values():
         dist.send(_as_bytes(local_tensor(tensor).contiguous().cpu()), receiver)  # over Gloo, which reports a loss
 
 
 def _receive(state: TrainState, source: int) -> None:
     tensors = state.tensors()
-    if json.loads(_receive_bytes(source)) != _shapes(tensors):
+    if receive_object(source, None) != _shapes(tensors):
         raise CheckpointError(f"rank {source} trains another model or optimizer: its tensors are not those of here")
     plain = torch.contiguous_format
     received = {
@@ -79,16 +79,3 @@ def _shapes(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a view of its bytes: Gloo does not send every dtype."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _send_bytes(data: bytes, receiver: int) -> None:
-    dist.send(torch.tensor([len(data)]), receiver)
-    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver)
-
-
-def _receive_bytes(source: int) -> bytes:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, source)
-    return data.numpy().tobytes()
