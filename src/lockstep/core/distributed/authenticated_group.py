@@ -102,7 +102,8 @@ class Attempts:
             authenticate(group, self.secret)
         except (PeerLost, RuntimeError) as error:
             where = f"port {few(ports)}" if (ports := listening_ports()) else "no port any more"
-            return group, f"rank {self.rank} on {platform.node()}, which listens on {where}: {_first_line(error)}"
+            reason = str(error).partition("\n")[0].rpartition("] ")[2]
+            return group, f"rank {self.rank} on {platform.node()}, which listens on {where}: {reason}"
         return group, ""
 
     def _reasons(self, own: str) -> list[str]:
@@ -127,10 +128,6 @@ class Attempts:
         authenticate(group, self.secret)
         dist.distributed_c10d._set_pg_timeout(timeout, group)
         return group
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rpartition("] ")[2]
 
 
 def _not_connected(reasons: list[str]) -> LaunchError:

@@ -33,14 +33,7 @@ TIMED_OUT = (
     "ms for send operation to complete",
     "Application timeout caused pair closure",
 )
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL communicator was aborted",
-)
-
-
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 UNPROVEN = (
     "the processes of this run do not prove to each other that they belong to it: whoever reaches their ports could "
     f"take part. Set {run_secret.VARIABLE} to a folder of yours on all machines (docs/launching.md)"
@@ -106,10 +99,6 @@ def _timeout() -> timedelta:
     return options._timeout if options is not None else timedelta(seconds=TIMEOUT_SECONDS)  # of a fake group
 
 
-def _default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
 def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Open another Gloo group of all ranks, with the default group's timeout unless another is given. Collective;
     raises as `own_group` does."""
@@ -136,7 +125,8 @@ def own_group(
 
     if secret is None:
         return open_own(limit)
-    attempts = Attempts(_default_store(), secret, rank=dist.get_rank(), size=dist.get_world_size())
+    store = dist.distributed_c10d._get_default_store()
+    attempts = Attempts(store, secret, rank=dist.get_rank(), size=dist.get_world_size())
     return (attempts.once if is_live_worker() else attempts.until_proven)(open_own, limit)
 
 
@@ -178,16 +168,15 @@ def joined() -> World:
         atexit.register(stack.close)
         return world
     if "gloo" not in dist.get_backend_config():
-        raise LaunchError(
-            "the process group has no backend for the CPU: leave out init_process_group, or give it "
-            '"cpu:gloo,cuda:nccl"'
-        )
+        what = "the process group has no backend for the CPU: leave out init_process_group"
+        raise LaunchError(f'{what}, or give it "cpu:gloo,cuda:nccl"')
     rank, size = dist.get_rank(), dist.get_world_size()
     _group_secret[:] = [None]
     if (world.rank, world.size) == (rank, size):
         if size > 1:
             _group_secret[:] = [run_secret.of_process(world)]
-            check_secrets(_default_store(), world, _group_secret[0], timeout=_timeout())
+            store = dist.distributed_c10d._get_default_store()
+            check_secrets(store, world, _group_secret[0], timeout=_timeout())
             if _group_secret[0] is not None:
                 authenticate(world_group(), _group_secret[0])
         return world

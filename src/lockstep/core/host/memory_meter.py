@@ -112,11 +112,8 @@ class Meter:
 
 def _high_water_mark() -> int | None:
     """Return VmHWM of this process in bytes; None where the system has none."""
-    with suppress(OSError):
-        for line in (PROC / "self" / "status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
+    kilobytes = _field(PROC / "self" / "status", "VmHWM:")
+    return None if kilobytes is None else kilobytes * 1024
 
 
 def _reset_high_water_mark() -> bool:
@@ -132,7 +129,7 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
     for folder, (limit, usage, inactive) in _cgroups(proc, cgroups):
         with suppress(OSError, ValueError):  # no such file, or "max"
             left = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            yield max(0, left + _field(folder / "memory.stat", inactive))
+            yield max(0, left + (_field(folder / "memory.stat", inactive) or 0))
 
 
 def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -151,10 +148,10 @@ def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, 
                     break
 
 
-def _field(file: Path, name: str) -> int:
-    """Return a field of memory.stat; 0 when there is none."""
+def _field(file: Path, name: str) -> int | None:
+    """Return the number after a name at the start of a line; None when there is none."""
     with suppress(OSError):
-        for line in file.read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{name} "):
+        for line in file.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.split(maxsplit=1)[:1] == [name]:
                 return int(line.split()[1])
-    return 0
+    return None

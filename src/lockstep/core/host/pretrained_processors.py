@@ -66,9 +66,8 @@ class ImageProcessor:
         is_normalized = bool(getattr(processor, "do_normalize", False))
         means, deviations = (processor.image_mean, processor.image_std) if is_normalized else ((0.0,) * len(ones), ones)
         pairs = [*zip(means, deviations, strict=True)][: self.channels]
-        return tuple(rescale / deviation for _, deviation in pairs), tuple(
-            mean / deviation for mean, deviation in pairs
-        )
+        factors = tuple(rescale / deviation for _, deviation in pairs)
+        return factors, tuple(mean / deviation for mean, deviation in pairs)
 
     def save(self, folder: Path) -> None:
         """Write its file, beside the model's."""

@@ -37,9 +37,8 @@ def declare(model: nn.Module, rules: Mapping[str, str]) -> None:
             owner, dtype = model.get_submodule(prefix), model.get_buffer(name).dtype
             if rule not in get_args(Declared):
                 raise ModelError(f"buffers(): {pattern!r} is {rule!r}, not one of {', '.join(get_args(Declared))}")
-            if (rule == "sum" and dtype == torch.bool) or (
-                rule == "mean" and not (dtype.is_floating_point or dtype.is_complex)
-            ):
+            has_mean = dtype.is_floating_point or dtype.is_complex
+            if (rule == "sum" and dtype == torch.bool) or (rule == "mean" and not has_mean):
                 raise ModelError(f"buffers(): {name} has the type {dtype}, which has no {rule}: declare in_order")
             vars(owner).setdefault(ATTRIBUTE, {})[key] = rule
 

@@ -126,9 +126,8 @@ def _replay(operation: Operation, memory: dict[int, Tensor]) -> None:
         if planned.storage in memory:  # changed in place
             continue
         if result.stride() != planned.stride:
-            raise RuntimeError(
-                f"{operation.function} returns stride {result.stride()}, but {planned.stride} was recorded"
-            )
+            what = f"{operation.function} returns stride {result.stride()}"
+            raise RuntimeError(f"{what}, but {planned.stride} was recorded")
         size = result.untyped_storage().nbytes() // result.element_size()
         memory[planned.storage] = result.as_strided((size,), (1,), 0)
 

@@ -15,13 +15,9 @@ def register(outputs: Outputs) -> None:
     """Register the dataclasses in a model's outputs with pytree, so that FSDP, DDP and pipelines find their tensors."""
     if isinstance(outputs, Tensor):
         return
-    while unknown := {type(leaf) for leaf in pytree.tree_leaves(outputs) if _is_unknown(leaf)}:
+    while unknown := {type(leaf) for leaf in pytree.tree_leaves(outputs) if is_dataclass(type(leaf))}:
         for kind in unknown:
             pytree.register_dataclass(kind)
-
-
-def _is_unknown(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type) and type(leaf) not in pytree.SUPPORTED_NODES
 
 
 def each(change: Callable[[Tensor], Any], outputs: Outputs) -> Outputs:

@@ -25,11 +25,8 @@ class ExactSum:
     """Whether all were whole numbers by their type."""
 
     def __add__(self, other: "ExactSum") -> "ExactSum":
-        return ExactSum(
-            units=self.units + other.units,
-            beyond=self.beyond + other.beyond,
-            is_whole=self.is_whole and other.is_whole,
-        )
+        is_whole = self.is_whole and other.is_whole
+        return ExactSum(units=self.units + other.units, beyond=self.beyond + other.beyond, is_whole=is_whole)
 
     @property
     def value(self) -> float | int:

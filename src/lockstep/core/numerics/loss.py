@@ -30,10 +30,8 @@ def checked(loss: Any) -> LossSum:
         what = f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of"
         raise ModelError(f"{what}, a number, such as in {EXAMPLE}")
     if not isinstance(loss.sums, Mapping) or not all(map(_is_number, loss.sums.values())):
-        raise ModelError(
-            'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
-            f"number right}}; it is {_repr(loss.sums)}"
-        )
+        what = 'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
+        raise ModelError(f"{what}number right}}; it is {_repr(loss.sums)}")
     if not isinstance(loss.terms, Mapping):
         raise ModelError(f"LossSum.terms is a dict of LossSums by name; it is {_repr(loss.terms)}")
     terms = {name: checked(term) for name, term in loss.terms.items()}
@@ -119,10 +117,8 @@ def with_term_weights(
 
 def _counts(counts: Any) -> dict[str, float]:
     if not isinstance(counts, Mapping) or not all(map(_is_number, counts.values())):
-        raise ModelError(
-            f'term_counts(batch) returns a dict of a number for each term of the loss, such as {{"boxes": 12}}; it '
-            f"returned {_repr(counts)}"
-        )
+        what = 'term_counts(batch) returns a dict of a number for each term of the loss, such as {"boxes": 12}'
+        raise ModelError(f"{what}; it returned {_repr(counts)}")
     return {name: float(value) for name, value in counts.items()}
 
 

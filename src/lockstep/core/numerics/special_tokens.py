@@ -48,7 +48,7 @@ class SpecialTokens:
         """Return a chat in whose rendered text every name of a special token is the template's own. Raises DataError
         where the template looks for such names in messages."""
         for pattern in self._escapes:
-            found = in_strings(chat, partial(pattern.sub, _escape))
+            found = in_strings(chat, partial(pattern.sub, lambda each: f"{OPEN}{ord(each[0]):x}{CLOSE}"))
             if found == chat:
                 return chat
             plain = render(chat)  # each time: it may tell the time
@@ -79,10 +79,6 @@ def in_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): each if key == "role" else in_strings(each, change) for key, each in value.items()}
     return value
-
-
-def _escape(found: re.Match[str]) -> str:
-    return f"{OPEN}{ord(found[0]):x}{CLOSE}"
 
 
 def _unescaped(text: str) -> str:

@@ -58,9 +58,8 @@ class AllReduce:
         result, total = partials[0], self._tree_sum(rows)
         if total.data_ptr() != result[mine].data_ptr():
             result[mine].copy_(total)
-        self._transfer(
-            sends=[(result[mine], rank) for rank in others], receives=[(result[chunks[rank]], rank) for rank in others]
-        )
+        receives = [(result[chunks[rank]], rank) for rank in others]
+        self._transfer(sends=[(result[mine], rank) for rank in others], receives=receives)
         return result
 
     def _tree_sum(self, rows: dict[Node, Tensor]) -> Tensor:

@@ -151,12 +151,7 @@ class SplitNorm(ShardedNorm):
     """
 
     def __init__(
-        self,
-        trained: Mapping[str, Tensor],
-        split: Collection[str],
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        self, trained: Mapping[str, Tensor], split: Collection[str], *, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         super().__init__(trained, group=group, device=device)
         self.split = frozenset(split)

@@ -37,11 +37,7 @@ class Topology:
 
 
 def topology(
-    machine: str,
-    *,
-    sets: Sequence[Sequence[int]] | None = None,
-    backend: str | None = "gloo",
-    has_single: bool = True,
+    machine: str, *, sets: Sequence[Sequence[int]] | None = None, backend: str | None = "gloo", has_single: bool = True
 ) -> Topology | None:
     """Compute the topology of this rank's set of ranks from each rank's machine name. Collective.
 
@@ -63,9 +59,8 @@ def topology(
     table, position = tables[own], sets[own].index(rank)
     assert table is not None
     row = next(number for number, positions in enumerate(table) if position in positions)
-    return Topology(
-        machines=table, row=row, column=table[row].index(position), row_group=row_group, column_group=column_group
-    )
+    column = table[row].index(position)
+    return Topology(machines=table, row=row, column=column, row_group=row_group, column_group=column_group)
 
 
 def _table(names: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:

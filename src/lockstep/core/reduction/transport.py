@@ -70,10 +70,8 @@ class MachineFirstTransport(NetworkTransport):
     def _between_machines(self, all_reduce: AllReduce) -> AllReduce:
         """Return the all-reduce between machines, each of which owns the shards of its ranks."""
         if all_reduce not in self._machine_reductions:
-            owned = [
-                frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
-                for ranks in self.neighbours.machines
-            ]
+            machines = self.neighbours.machines
+            owned = [frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks)) for ranks in machines]
             self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.column_group)
         return self._machine_reductions[all_reduce]
 
