@@ -84,10 +84,8 @@ def block_uses(
         try:
             return record(values=_placeholders(model, device, are_copies=True))
         except RuntimeError:  # as torch.autograd.grad raises it for weights
-            copies = _placeholders(model, device, are_copies=True)
-            return record(
-                values={name: value.requires_grad_(value.is_floating_point()) for name, value in copies.items()}
-            )
+            values = _placeholders(model, device, are_copies=True)
+            return record(values={name: each.requires_grad_(each.is_floating_point()) for name, each in values.items()})
 
 
 def _recorded(
@@ -138,8 +136,7 @@ def _placeholders(model: Model, device: torch.device, *, are_copies: bool) -> di
         for key, parameter in module._parameters.items()
         if parameter is not None
     }
-    initial = model._lockstep_initial
-    if initial is not None:
+    if (initial := model._lockstep_initial) is not None:
         # A buffer that was made from a number, such as BatchNorm's counter, is real already: clone it.
         values |= {name: initial(buffer).to(device).clone() for name, buffer in model.named_buffers()}
     return values

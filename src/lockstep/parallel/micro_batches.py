@@ -171,12 +171,7 @@ class WorldLoss:
     """
 
     def __init__(
-        self,
-        losses: Iterable[tuple[MicroBatch, LossSum]],
-        names: set[str],
-        *,
-        step: MicroBatch,
-        device: torch.device,
+        self, losses: Iterable[tuple[MicroBatch, LossSum]], names: set[str], *, step: MicroBatch, device: torch.device
     ) -> None:
         self.own = [(each, loss) for each, loss in losses if not each.ghost]
         self.names, self.step, self.device = names, step, device

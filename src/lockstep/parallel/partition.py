@@ -23,7 +23,7 @@ from lockstep.core.modules.blocks import with_weights
 from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.modules.call_checksums import CallChecksums, first_difference
 from lockstep.core.modules.module_trace import descriptions
-from lockstep.core.modules.outputs import are_equal
+from lockstep.core.modules.outputs import are_equal, tensors
 from lockstep.core.numerics.seeds import GeneratorStates, generators, generators_restored, seed_all, set_generators
 
 T = TypeVar("T")
@@ -101,8 +101,7 @@ class OutputLayout:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorLayout)]
 
     def pack(self, outputs: Any) -> tuple[Tensor, ...]:
-        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        return tuple(layout.pack(leaf) for layout, leaf in zip(self.tensors, leaves, strict=True))
+        return tuple(layout.pack(leaf) for layout, leaf in zip(self.tensors, tensors(outputs), strict=True))
 
     def unpack(self, tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)
@@ -169,11 +168,10 @@ class PartitionedModel:
 
     def _left_out(self, number: int) -> str:
         name = next(name for name, module in self.model.named_modules() if module is self.blocks[number])
-        return (
-            f"a forward pass of training has left out {name}, as with stochastic depth or layer drop, and a pipeline's "
-            "stages are blocks that each one enters once: use parallel.kind=ddp with parallel.find_unused=true, or "
-            "multiply what the block adds by 0 instead"
-        )
+        what = f"a forward pass of training has left out {name}, as with stochastic depth or layer drop"
+        why = "and a pipeline's stages are blocks that each one enters once"
+        advice = "use parallel.kind=ddp with parallel.find_unused=true, or multiply what the block adds by 0 instead"
+        return f"{what}, {why}: {advice}"
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -208,11 +206,9 @@ class PartitionedModel:
         hooks that need the gradient of a block's inputs, which another stage has."""
         named = self.model.named_modules()
         if hooked := [name for name, module in named if module in self.unit_of and module._backward_hooks]:
-            raise ModelError(
-                f"a pipeline may cut behind {few(hooked)}, whose hook for backward passes "
-                "(register_full_backward_hook) would not have the gradient of its inputs there: use parallel.kind=ddp "
-                "or fsdp"
-            )
+            what = f"a pipeline may cut behind {few(hooked)}, whose hook for backward passes"
+            why = "(register_full_backward_hook) would not have the gradient of its inputs there"
+            raise ModelError(f"{what} {why}: use parallel.kind=ddp or fsdp")
         order = self._map_blocks(batch, lambda number, _: number)
         if sorted(order) != list(range(len(self.blocks))):
             raise ModelError(
@@ -238,13 +234,7 @@ class PartitionedModel:
         return self._layouts[key]
 
     def run(
-        self,
-        first: int,
-        last: int,
-        *,
-        batch: Batch,
-        received: Sequence[Tensor],
-        states: GeneratorStates | None = None,
+        self, first: int, last: int, *, batch: Batch, received: Sequence[Tensor], states: GeneratorStates | None = None
     ) -> Any:
         """Run blocks first..last-1 and the code before each of them.
 
@@ -279,7 +269,7 @@ class PartitionedModel:
     def _keep_gradient_orders(self, block: int, outputs: Any) -> None:
         """Bring gradients, received in the order of the outputs' axes, into the order that they have without a cut: the
         kernels of the backward pass, and so its bits, depend on it."""
-        for number, tensor in enumerate(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)):
+        for number, tensor in enumerate(tensors(outputs)):
             order = self.gradient_orders.get((block, number))
             if order is not None and tensor.requires_grad:
                 tensor.register_hook(partial(in_order, order))

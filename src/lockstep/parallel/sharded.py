@@ -63,11 +63,9 @@ def _refuse_hooks(model: Model) -> None:
     """Raise ModelError for hooks of parameters: sharded parameters are others, which would not have them."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ModelError(
-                f"the parameter {name} has a hook for its gradient (register_hook or "
-                "register_post_accumulate_grad_hook), which it would lose where the model is sharded: use "
-                "parallel.kind=ddp"
-            )
+            hook = "a hook for its gradient (register_hook or register_post_accumulate_grad_hook)"
+            what = f"the parameter {name} has {hook}, which it would lose where the model is sharded"
+            raise ModelError(f"{what}: use parallel.kind=ddp")
 
 
 def round_robin_forward(

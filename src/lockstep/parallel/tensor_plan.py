@@ -17,10 +17,8 @@ from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import Model
 from lockstep.core.modules.dtensors import first_names
 
-GATHERED, TAKEN = (
-    partial(ColwiseParallel, output_layouts=Replicate()),
-    partial(RowwiseParallel, input_layouts=Replicate()),
-)
+GATHERED = partial(ColwiseParallel, output_layouts=Replicate())
+TAKEN = partial(RowwiseParallel, input_layouts=Replicate())
 """Column-wise with gathered outputs; row-wise with replicated inputs."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -49,12 +47,9 @@ def planned(model: Model, size: int, world: int) -> dict[str, str]:
             "model.kind=transformer or causal_lm whose transformers config has a tp_plan, such as Llama, Qwen2 or "
             "Mistral, or use parallel.kind=fsdp or pipeline"
         )
-    unknown = {name: style for name, style in styles.items() if style not in STYLES and style not in REPLICATED}
-    if unknown:
-        ways = ", ".join(sorted(set(unknown.values())))
-        raise ModelError(
-            f"this model's plan splits {few(unknown)} in ways that are not supported ({ways}): use parallel.kind=fsdp"
-        )
+    if unknown := {name: style for name, style in styles.items() if style not in (*STYLES, *REPLICATED)}:
+        what = f"this model's plan splits {few(unknown)} in ways that are not supported"
+        raise ModelError(f"{what} ({', '.join(sorted(set(unknown.values())))}): use parallel.kind=fsdp")
     _check_tied(model, styles)
     _check_counts({**plan.counts, **_features(model, styles)}, size, world)
     return styles

@@ -86,18 +86,9 @@ class CommStream:
         """Do nothing."""
 
 
-def comm_worker(device: torch.device) -> CommThread | CommStream:
-    """Return the worker that runs tasks beside the backward pass on a device."""
-    return CommStream(device) if device.type == "cuda" else CommThread()
-
-
-SYNCING = "forward_sync_buffers", "broadcast_buffers"
-"""The name of DDP's argument, and its name before torch 2.13."""
-
-UNSYNCED: dict[str, Any] = {
-    next(name for name in SYNCING if name in inspect.signature(DistributedDataParallel).parameters): False
-}
-
+TAKEN = inspect.signature(DistributedDataParallel).parameters
+UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in TAKEN else "broadcast_buffers": False}
+"""DDP's argument, whose name was another before torch 2.13."""
 MOST_NAMED = 3
 """Number of unused parameters that a message names."""
 
@@ -115,6 +106,7 @@ class DataParallel(Replicated):
         self.last_bucket: Any = None
         """Time when the last bucket's gradients were complete: the backward pass waits from then on."""
         self.worker: CommThread | CommStream | None = None
+        """Runs tasks beside the backward pass."""
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Wrap the model for the current process group."""
@@ -124,7 +116,8 @@ class DataParallel(Replicated):
         apart = [name for name, p in model.named_parameters() if p in self.embedding_rows.gradients]
         self.trainable = sum(parameter.requires_grad for parameter in self.parameters) - len(apart)
         device = self.parameters[0].device
-        self.worker, self.fastest = comm_worker(device), transport(device)
+        self.worker = CommStream(device) if device.type == "cuda" else CommThread()
+        self.fastest = transport(device)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
         self.wrapped = DistributedDataParallel(
             model,

@@ -72,9 +72,8 @@ class FullyShardedDataParallel(Sharded):
         for parameter in self.parameters.values():
             if self.exact and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._drop_gradient)
-        self.local = {
-            n: nn.Parameter(local_tensor(p), requires_grad=p.requires_grad) for n, p in self.parameters.items()
-        }
+        named = self.parameters.items()
+        self.local = {n: nn.Parameter(local_tensor(p), requires_grad=p.requires_grad) for n, p in named}
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         first_row = {name: global_offset(p)[0] for name, p in trained.items()}
         self.sharded_norm = RowwiseNorm(trained, first_row, group=self.within, device=self.device)
@@ -219,9 +218,7 @@ class FullyShardedDataParallel(Sharded):
             outputs: Tensor = self.model(batch)
         self.passes.check_loss(outputs, batch)
         for module in self.model.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # or the next forward pass would use these weights after they have changed
+            if isinstance(module, FSDPModule):  # the next forward pass must not use these weights after they change
                 module.reshard()
         return outputs
 

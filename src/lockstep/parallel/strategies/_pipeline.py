@@ -69,9 +69,8 @@ class Pipeline(Sharded):
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds
         self._set_stages(profile, fake)
-        self.stage_forward = StageForward(
-            self.partitioned, bounds, self.buffer_updates, group=self.along, device=self.device
-        )
+        own = self.buffer_updates
+        self.stage_forward = StageForward(self.partitioned, bounds, own, group=self.along, device=self.device)
         model._lockstep_initial = None  # frees the recorded operations
         return LocalParameters(model, self.local)
 
@@ -95,15 +94,9 @@ class Pipeline(Sharded):
 
     def _replace_fake(self, model: Model) -> None:
         """Replace fake buffers by their values, and fake parameters by placeholders without memory."""
-        initial = model._lockstep_initial
-        if initial is None:
-            return
-        parameters = set(model.parameters())
-
-        def value(fake: Tensor) -> Tensor:
-            return _placeholder(fake, self.device) if fake in parameters else initial(fake).to(self.device)
-
-        replace_fake(model, value)
+        if (initial := model._lockstep_initial) is not None:
+            own, device = set(model.parameters()), self.device
+            replace_fake(model, lambda t: _placeholder(t, device) if t in own else initial(t).to(device))
 
     def _bounds(self, profile: ModuleProfile, size: int) -> list[int]:
         """Return the first block of each stage, and the number of blocks. Raises LaunchError, ModelError."""
@@ -136,14 +129,8 @@ class Pipeline(Sharded):
         modules = {name: named[name] for name, unit in profile.modules.items() if first <= unit < last}
         passes = MicroBatches(self.model, self.randomness, self.precision, modules=modules)
         trained = [p for n, p in self.model.named_parameters() if first <= profile.holders[n][0] < last]
-        return SeededStage(
-            StageModule(self.partitioned, first, last, passes=passes),
-            trained,
-            number=number,
-            count=len(self.bounds) - 1,
-            device=self.device,
-            group=self.along,
-        )
+        module, count = StageModule(self.partitioned, first, last, passes=passes), len(self.bounds) - 1
+        return SeededStage(module, trained, number=number, count=count, device=self.device, group=self.along)
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:

@@ -46,12 +46,11 @@ def forecast(setting: Setting) -> Forecast:
     sent, exchange = traffic(setting, plan)
     busy, idle = busy_and_idle(setting, plan)
     cut = ", ".join(str(bound) for bound in plan.bounds[1:-1])
+    updated = max(map(facts.bytes_of, weights))
     return Forecast(
         memory=max(memories, key=lambda memory: memory.peak),
         sent_bytes=sent,
-        times=setting.times(
-            plan.rounds, exchange, compute=busy, idle=idle, updated_bytes=max(map(facts.bytes_of, weights))
-        ),
+        times=setting.times(plan.rounds, exchange, compute=busy, idle=idle, updated_bytes=updated),
         turns=plan.rounds + plan.size - 1,
         bubble=(plan.size - 1) / (plan.rounds * setting.section.stages_per_process + plan.size - 1),
         notes=(f"{plan.size} stages, cut before block {cut}",) if cut else (),
@@ -140,9 +139,8 @@ def busy_and_idle(setting: Setting, plan: StagePlan) -> tuple[float, float]:
     stages = [sum(setting.facts.blocks[block].seconds for block in plan.blocks(rank)) for rank in range(plan.size)]
     own_core = seconds.passes * ((plan.rounds - 1) * max(stages) + sum(stages))
     local = min(cluster.per_machine, cluster.world)
-    work = (
-        seconds.passes * plan.rounds * sum(stages) * plan.replicas * local / cluster.world / min(cluster.slots, local)
-    )
+    work = seconds.passes * plan.rounds * sum(stages) * plan.replicas * local
+    work = work / cluster.world / min(cluster.slots, local)
     busy = max(seconds.passes * plan.rounds * max(stages), work)
     total = max(own_core, work)
     return min(total, busy), max(0.0, total - busy)
