@@ -109,7 +109,7 @@ def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequenc
     """Return the peak bytes of a forward and backward pass; activations are freed as gradients are allocated. Without
     `keeps` a gradient is freed once it is added to another; autograd holds a copy of each for a moment."""
     kept = {block: facts.kept_bytes(block) for block in blocks}
-    inner = {block: facts.inner_bytes(block) for block in blocks}
+    inner = {block: facts.blocks[block].saved_bytes if facts.recomputes else 0 for block in blocks}
     peak, gradients = 0, 0
     for block in sorted({*blocks, *(w.block for w in weights)}, reverse=True):
         own = [w.bytes for w in weights if w.block == block]

@@ -105,10 +105,6 @@ class Measurements:
             return self.blocks[block].saved_bytes
         return self.blocks[block - 1].handed_bytes if block else 0
 
-    def inner_bytes(self, block: int) -> int:
-        """Return the bytes of a block's activations that are recomputed in its backward pass."""
-        return self.blocks[block].saved_bytes if self.recomputes else 0
-
     @property
     def optimizer_ratio(self) -> float:
         """Bytes of optimizer state per byte of a trained weight."""

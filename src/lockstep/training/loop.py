@@ -161,7 +161,8 @@ def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> boo
     """Evaluate, compare and save after a step, as far as that is due; return whether to stop early."""
     state, progress = run.state, run.progress
     run.metrics = {}
-    if run.is_evaluation_due or (steered.evaluate and run.evaluate is not None):
+    is_due = run.is_over or run.evaluation.is_due(state.step, run.steps_per_epoch)
+    if run.evaluate is not None and (is_due or steered.evaluate):
         run.metrics = _evaluate(run)
     improved, stop_early = _compare_metrics(run, run.metrics)
     stop_early = stop_early or steered.stop

@@ -119,12 +119,6 @@ class Training:
         return self.state.step == self.total_steps
 
     @property
-    def is_evaluation_due(self) -> bool:
-        """Whether the settings ask for an evaluation after this step."""
-        is_due = self.is_over or self.evaluation.is_due(self.state.step, self.steps_per_epoch)
-        return is_due and self.evaluate is not None
-
-    @property
     def is_logged(self) -> bool:
         """Whether the values of this step are published."""
         return self.state.step % self.log_every == 0 or self.is_over

@@ -177,9 +177,8 @@ def _choose(root: Path, how: str, warn: Callable[[str], None], *, skip: Collecti
             problem=lambda folder: "cannot be loaded" if folder in skip else problem(folder),
         )
         if checkpoints and newest is None:
-            raise CheckpointError(
-                f"none of the {len(checkpoints)} checkpoints in {root} is whole; choose another run.name"
-            )
+            what = f"none of the {len(checkpoints)} checkpoints in {root} is whole"
+            raise CheckpointError(f"{what}; choose another run.name")
         return newest
     folder = Path(how).expanduser().resolve()
     if (folder / "checkpoints").is_dir():  # the folder of a run

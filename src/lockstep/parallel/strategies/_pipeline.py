@@ -156,7 +156,8 @@ class Pipeline(Sharded):
             for parameter, total in stage.accumulation.totals(all_reduce):
                 parameter.grad = total
             stage.passes.buffers.end_step()
-        return self._world_loss()
+        pairs = [(self.step[number], loss) for number, loss in self.losses.items()]  # on the last stages only
+        return WorldLoss(pairs, self.sum_names, step=self.step[0], device=self.device).result()
 
     def _run(self, count: int) -> None:
         """Run the schedule, which is created once for each number of micro-batches."""
@@ -174,11 +175,6 @@ class Pipeline(Sharded):
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
-
-    def _world_loss(self) -> LossSum:
-        """Return the loss over all shards, on every rank; only the last stages have losses."""
-        pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
-        return WorldLoss(pairs, self.sum_names, step=self.step[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
         """Return the model's outputs: the stages of a replica run the batches of all of its ranks."""

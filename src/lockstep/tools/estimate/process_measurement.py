@@ -267,9 +267,8 @@ def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> li
 
     def left(_: Any, __: Any, outputs: Any) -> None:
         nonlocal done
-        passed_on[min(done, len(blocks) - 1)] = sum(
-            leaf.nbytes for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)
-        )
+        leaves = pytree.tree_leaves(outputs)
+        passed_on[min(done, len(blocks) - 1)] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
         done += 1
 
     handles = [block.register_forward_hook(left) for block in blocks]

@@ -118,9 +118,8 @@ class StepDiff:
         calls = calls[calls.index(own) if own in calls else 0 :]
         end = next((n for n, call in enumerate(calls) if call in equal), len(calls))
         passed = [self.modules[call] for call in calls[: end + 1] if PLACE.search(self.modules[call])]
-        return f"the gradient of {name} is another" + (
-            f": look at the backward pass of {few(passed)}" if passed else ""
-        )
+        look = f": look at the backward pass of {few(passed)}" if passed else ""
+        return f"the gradient of {name} is another{look}"
 
     def located(self, name: str) -> str:
         """Describe a module, one of torch's with the user's module around it."""

@@ -87,9 +87,8 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
         rates = [row.rate for row in rows]
         axes.errorbar(sizes, rates, yerr=spread, color=MEASURED, marker="o", capsize=4, label="measured")
         for row in rows:
-            axes.annotate(
-                f"{row.efficiency:.0%}", (row.processes, row.rate), textcoords="offset points", xytext=(6, -14)
-            )
+            text, place = f"{row.efficiency:.0%}", (row.processes, row.rate)
+            axes.annotate(text, place, textcoords="offset points", xytext=(6, -14))
         axes.set_xticks(sizes)
         axes.set_ylim(bottom=0)
         axes.legend()
