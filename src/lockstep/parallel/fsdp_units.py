@@ -22,8 +22,7 @@ from lockstep.core.modules.weight_watch import WeightWatch
 
 
 class OrderedUnits:
-    """Checks that every micro-batch runs all units in one order: a rank that skipped one would wait for another
-    collective than its peers."""
+    """Checks that every micro-batch runs all units in one order: else ranks would wait for different collectives."""
 
     def __init__(self, model: Model, units: Sequence[nn.Module]) -> None:
         named = {module: name for name, module in model.named_modules()}
@@ -153,8 +152,7 @@ def _checked_post_backward(group: Any, post_backward: Callable[[], None]) -> Non
 
 
 def mark_waits(module: Any) -> None:
-    """Count as exchange where the computation on a GPU waits for FSDP's streams: the collectives are enqueued there
-    long before."""
+    """Count as exchange where a GPU's computation waits for FSDP's streams, on which collectives run."""
     for group in _parameter_groups(module):
         for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
             setattr(group, name, partial(_exchanging, getattr(group, name)))

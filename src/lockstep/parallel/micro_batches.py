@@ -63,8 +63,7 @@ class MicroBatches:
             of_shard.setdefault(key, []).extend(checksum(tensor.detach()) for tensor in tensors)
 
     def at(self, micro_batch: MicroBatch, *, returns: bool = False) -> None:
-        """Set the current micro-batch, before each forward pass, and each backward pass that `returns` to one after
-        others."""
+        """Set the current micro-batch, before its forward pass, and a backward pass that `returns` to it."""
         self.current = micro_batch
         self.randomness.at(micro_batch.step, micro_batch.shard, returns=returns)
 

@@ -72,8 +72,7 @@ def profile_modules(partitioned: PartitionedModel, batch: Batch, autocast: Calla
 
 
 def refuse_state_between_blocks(partitioned: PartitionedModel, batch: Batch, autocast: Callable[[], Any]) -> None:
-    """Raise ModelError where a forward pass changes a buffer outside of all blocks: several stages run that code, most
-    of them with zeros as inputs."""
+    """Raise ModelError where a forward pass changes a buffer outside of all blocks, which several stages run."""
     inside = {module for block in partitioned.blocks for module in block.modules()}
     outside = {name: m for name, m in partitioned.model.named_modules() if m not in inside}
     before = {(n, key): (t, t.clone()) for n, m in outside.items() for key, t in m._buffers.items() if t is not None}
@@ -91,8 +90,7 @@ def refuse_state_between_blocks(partitioned: PartitionedModel, batch: Batch, aut
 
 
 class OutputUses(TorchDispatchMode):
-    """Records the units that use outputs of another block than the one before them, even those without a gradient, such
-    as masks and positions."""
+    """Records the units that use outputs of an earlier block than the one before them, such as masks and positions."""
 
     def __init__(self, unit: Callable[[], int]) -> None:
         super().__init__()

@@ -175,8 +175,7 @@ class PartitionedModel:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Run forward passes without effects: in evaluation mode, without gradients, with the same random numbers each
-        time."""
+        """Run forward passes without effects: in evaluation mode, without gradients, with the same random numbers."""
         was_training = self.model.training
         self.model.eval()
         try:

@@ -29,8 +29,7 @@ class Outcome:
     norm: Tensor
     """Global gradient norm before clipping."""
     is_finite: Tensor
-    """Whether loss and gradient are finite, or the count is 0. In fp16 only the loss counts: the gradient scaler
-    handles overflows."""
+    """Whether loss and gradient (in fp16 the loss; the scaler handles overflows) are finite, or the count is 0."""
     rate: float
     """Learning rate of the step."""
 
@@ -61,8 +60,7 @@ def step(
 
 @contextmanager
 def explained_nondeterminism(module: nn.Module) -> Iterator[None]:
-    """Raise ModelError instead of torch's RuntimeError where an operation has no deterministic implementation, with the
-    names of the modules that seem to run it."""
+    """Raise ModelError, which names the modules, for torch's error on an operation that is not deterministic."""
     try:
         yield
     except RuntimeError as error:

@@ -20,8 +20,7 @@ def enable(backend: str) -> None:
 
 
 def unfinished(dump: Dump | None = NCCL) -> list[str]:
-    """List the first unfinished collective of each process group, by name and sequence number, the oldest first; none
-    where nothing is recorded."""
+    """List the first unfinished collective of each group, by name and sequence number, the oldest first."""
     entries = json.loads(dump(onlyActive=True)).get("entries", []) if dump else []
     found: dict[str, str] = {}
     for entry in sorted(entries, key=lambda each: each["record_id"]):

@@ -26,8 +26,7 @@ def shut_down_connections() -> None:
 
 
 def abort_nccl() -> None:
-    """Abort the NCCL groups of this process, in any thread. Their GPUs continue without an error, with invalid
-    results."""
+    """Abort this process's NCCL groups, in any thread; their GPUs go on without an error, with invalid results."""
     for group in reversed(list(dist.distributed_c10d._world.pg_map)) if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # it has none for GPUs, or was aborted by another thread
             backend = group._get_backend(torch.device("cuda"))

@@ -51,8 +51,7 @@ class DeferredDynamo(ModuleType):
             imported().graph_break(*args, **options)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return a function of torch's own or of transformers as it is; a user's may be called while something is
-        compiled."""
+        """Return a function of torch's or transformers as it is; a user's may be called while something compiles."""
         if fn is None and (*args, options.get("recursive"))[0] is False:  # no context manager, as otherwise
             return lambda later: self.disable(later, *args, **options)
         is_lazy, is_marked = not options.get("wrapping", True), str(getattr(fn, "__module__", "")).startswith(MARKING)

@@ -33,8 +33,7 @@ def peak_flops(precision: str, device: torch.device) -> float:
 
 
 def mean_flops(precision: str, device: torch.device) -> float:
-    """Measure the operations per second over all products. On a CPU only the time counts for which this thread has the
-    core: other processes on it change nothing."""
+    """Measure the operations per second over all products; on a CPU in the time that this thread has the core."""
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     operations, seconds = _products(precision, device, clock=clock)
     return operations * len(seconds) / sum(seconds)
@@ -63,8 +62,7 @@ def compare_precisions(precision: str) -> tuple[str, float]:
 
 
 def faster_precision(precision: str, device: torch.device, *, parameters: int) -> str:
-    """Return a sentence that names the precision with much faster matrix products on this CPU; empty without one, and
-    for a model of few parameters."""
+    """Return a sentence on a precision with much faster products here; empty without one, or for a small model."""
     if device.type != "cpu" or parameters < MANY_PARAMETERS or precision not in FASTER:
         return ""
     other, factor = compare_precisions(precision)

@@ -76,8 +76,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _check_tokenizer(tokenizer: Any, name: str | Path) -> None:
-    """Raise ModelError for a tokenizer that transformers has made up, where a folder holds none: it knows special
-    tokens alone, so every text would be the same."""
+    """Raise ModelError for a tokenizer without words, which transformers makes up where a folder has none."""
     if len(tokenizer) - len({*tokenizer.all_special_ids}) < MIN_VOCABULARY:
         what = f"{name} holds no tokenizer: copy tokenizer.json and tokenizer_config.json from the model that it is of"
         raise ModelError(f"{what}, or save them there with tokenizer.save_pretrained(FOLDER)")

@@ -75,8 +75,7 @@ class ImageProcessor:
 
 
 class FeatureExtractor:
-    """Feature extractor of a model for sounds, and their padding. Raises DataError where it cannot be loaded, or is
-    none of sounds."""
+    """Feature extractor of a model for sounds, and their padding. Raises DataError where none can be loaded."""
 
     def __init__(self, name: str) -> None:
         """`name`: a name on the hub, or a folder."""

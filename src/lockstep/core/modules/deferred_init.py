@@ -175,8 +175,7 @@ def deferred(build: Callable[[], Model]) -> Model | None:
 
 
 def _hides_fakes(model: nn.Module) -> bool:
-    """Return whether a module holds a fake tensor that is neither a parameter nor a buffer, also in an object or a
-    function of its own, such as a hook."""
+    """Return whether a module, an object or a function of it holds a fake tensor that is no parameter and no buffer."""
     own = {"_parameters", "_buffers", "_modules"}
     left = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
     seen = dict[int, Any]()

@@ -33,8 +33,7 @@ def tensors(outputs: Outputs) -> list[Tensor]:
 
 
 def logits_of(outputs: Outputs) -> Tensor | None:
-    """Return outputs that are one tensor, else the `logits` of a dict, dataclass or named tuple, as transformers names
-    them; None where there is no such tensor."""
+    """Return outputs that are one tensor, else their `logits`, as transformers names them; None without such."""
     if isinstance(outputs, Tensor):
         return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)

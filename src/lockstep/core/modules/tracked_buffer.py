@@ -127,8 +127,7 @@ class TrackedBuffer:
 
 
 def restore(buffers: Sequence[TrackedBuffer]) -> None:
-    """Set the model's own tensors to the values of the step's start, with one operation for each dtype: on a GPU the
-    number of operations counts."""
+    """Set the model's own tensors to the values of the step's start, by one operation for each dtype."""
     by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
     for buffer in buffers:
         by_dtype.setdefault(buffer.before.dtype, []).append(buffer)

@@ -76,8 +76,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def synchronise(model: nn.Module, device: torch.device) -> None:
-    """Convert BatchNorm layers in place to statistics over all processes, with the same names and values.
-    Collective."""
+    """Convert BatchNorm layers in place to statistics over all processes, with their names and values. Collective."""
     if device.type != "cpu":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
     elif has_batchnorm(model):

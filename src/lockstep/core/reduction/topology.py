@@ -71,8 +71,7 @@ def _table(names: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
 
 
 def this_machine() -> str:
-    """Return a name that is equal for two processes of one machine that can see each other: a container with its own
-    network or PID namespace counts as a machine."""
+    """Return a name that processes share that see each other: of a machine, or a container with own namespaces."""
     unique = f"process {os.getpid()} of rank {dist.get_rank()}"
     if sys.platform != "linux":
         return unique

@@ -125,8 +125,7 @@ class SharedMemoryTransport(MachineFirstTransport):
                 target.copy_(value)
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
-        """Return the slots of every rank of this machine; none, on all ranks of all machines, where any cannot
-        share."""
+        """Return the slots of this machine's ranks; none, on all ranks of all machines, where any cannot share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         is_free = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= FREE_FACTOR * size
         offers = all_gather_object(_offers(own) if is_free else [], self.group)

@@ -65,8 +65,7 @@ class TreeSum:
         self.peak = max(self.peak, len(self.partials))
 
     def take(self, node: Node) -> Tensor | None:
-        """Remove and return a node's sum, even where some of its shards added nothing (they do not use a parameter).
-        None when no shard added anything."""
+        """Remove and return a node's sum, of those of its shards that added something; None where none did."""
         if node in self.partials:
             return self.partials.pop(node)
         start, size = node
@@ -96,8 +95,7 @@ def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shard
 
 
 def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
-    """Return every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round
-    are neighbours. At least one round."""
+    """Return every `size`-th of the shards, of one round at least: None for ranks without one in the last."""
     rounds = max(1, -(-len(shards) // size))
     own: list[int | None] = [*shards[rank::size]]
     return own + [None] * (rounds - len(own))

@@ -46,8 +46,7 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def check(setting: Setting, size: int) -> None:
-    """Raise ModelError where a model has no plan, or cannot be divided by so many processes; LaunchError where they do
-    not divide all."""
+    """Raise ModelError where a model cannot be divided by `size`, LaunchError where the processes cannot."""
     if setting.cluster.world % size:
         raise LaunchError(f"parallel.size={size} does not divide {setting.cluster.world} processes")
     if setting.facts.unsplittable is not None:

@@ -34,8 +34,7 @@ class TensorDifference:
     """Number of elements with other bits; all where type or shape differ."""
     size: int
     largest: int = 0
-    """The largest distance, in ulps for floating-point numbers; 0 where only signs of zeros or payloads of NaNs
-    differ."""
+    """The largest distance, in ulps for floats; 0 where only signs of zeros or payloads of NaNs differ."""
     nans: int = 0
     """Number of elements that are NaN on one side only, which have no distance."""
     unit: str = "ulp"

@@ -110,8 +110,7 @@ def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
 
 
 def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
-    """Return a table of the forecasts for one world size: with the kinds of memory, without them, or of totals only, as
-    fits the console."""
+    """Return a table of one world size's forecasts: with the kinds of memory, without, or of totals, as it fits."""
     texts, kinds = [cells(row) for row in rows], HEADINGS.values()
     title = processes_text(rows[0].world_size)
     title += f", each with {rows[0].device_bytes / MIB:.0f} MiB: memory in MiB, traffic per step in MiB, a step in ms"
@@ -221,8 +220,7 @@ def predicted(name: str, recipe: Recipe, measured: MachineMeasurements, *, clust
 
 
 def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]:
-    """Mark the best row: the fastest that fits; among equally fast ones (within 2 %) the config's own, then the one
-    with the least memory."""
+    """Mark the best row: the fastest that fits; within 2 % of it the config's own, then that of least memory."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return list(rows)

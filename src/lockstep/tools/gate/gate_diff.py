@@ -100,15 +100,13 @@ class StepDiff:
         return name and f"the column {name} has other values"
 
     def _call(self, one: list[Line], other: list[Line]) -> str | None:
-        """Find the first call with known inputs and unknown outputs. Calls come in the order in which they end, so an
-        inner module comes before the one around it."""
+        """Find the first call with known inputs and unknown outputs; an inner module's call ends, and comes, before."""
         inputs, outputs = ({line[part] for line in _of(one, "call")} for part in ("inputs", "hash"))
         new = (line for line in _of(other, "call") if line["inputs"] in inputs and line["hash"] not in outputs)
         return next((f"{self.located(line['name'])} gives other outputs for equal inputs" for line in new), None)
 
     def _gradient(self, one: list[Line], other: list[Line]) -> str | None:
-        """Find the first gradient that is another, and the user's modules that the backward pass was in since the last
-        equal one."""
+        """Find the first gradient that is another, and the user's modules passed backwards since the last equal one."""
         pairs = [(line["name"], line["hash"]) for line in _of(other, "gradient")]
         if (name := first_new([line["hash"] for line in _of(one, "gradient")], pairs)) is None:
             return None

@@ -147,8 +147,7 @@ def metric_row(
 
 
 def explanation(differences: list[MetricDifference], label: str, measures: Mapping[str, DeclaredMetric]) -> str:
-    """Describe what differs: metrics of the evaluation, or else sums that come with the loss. The last word is the
-    subject of the cause."""
+    """Describe what differs: metrics, else sums that come with the loss. The last word is the subject of the cause."""
     evaluated = [each for each in differences if each.kind == "evaluation"]
     names = list(dict.fromkeys(described(each.name, measures) for each in evaluated or differences))
     first = next((each for each in evaluated if each.name == "loss"), (evaluated or differences)[0])

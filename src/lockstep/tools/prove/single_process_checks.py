@@ -133,8 +133,7 @@ class SplitComparison:
         self.still_random = self.switch_off_randomness()
 
     def switch_off_randomness(self) -> list[str]:
-        """Put the modules that draw random numbers, and only those, in evaluation mode; returns the names of those that
-        draw even then."""
+        """Put just the modules that draw random numbers in evaluation mode -> names of those that still draw."""
         names = {module: name for name, module in self.model.named_modules()}
         random_modules: set[nn.Module] = set()
         for _ in range(ATTEMPTS):

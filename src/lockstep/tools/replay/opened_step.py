@@ -117,8 +117,7 @@ def traced(model: Model, state: TrainState, micro_batch: MicroBatch) -> list[Lin
 def opened(
     model: Model, state: TrainState, micro_batches: Sequence[MicroBatch], *, shard: int | None, data: Splits | None
 ) -> Row:
-    """Open the next step, or one of its shards; its samples are described from `data`. Raises ConfigError for a shard
-    that it lacks."""
+    """Open the next step, or one of its shards; `data` describes its samples. Raises ConfigError for another shard."""
     shards, samples, statistics = list[Row](), list[Row](), ModuleStatistics(model)
     table, first = torch.zeros(micro_batches[0].shards, 2, dtype=torch.float64), micro_batches[0]
     for each in (found := chosen(state, micro_batches, shard)):

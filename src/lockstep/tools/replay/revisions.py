@@ -102,8 +102,7 @@ class Repository:
 
 @contextmanager
 def placed(recipe: Recipe, folder: Path, modules: Sequence[Path]) -> Iterator[None]:
-    """Start trials in a folder, with the modules in `modules`: where Lockstep is one, they are new interpreters, not
-    forks of this process."""
+    """Start trials in a folder, with these modules: where Lockstep is one, as new interpreters, not as forks."""
     is_own = any((each / "lockstep").is_dir() for each in modules)
     forking = nullcontext() if is_own else trials.forking(recipe, "replay")
     with chdir(folder), environment.importing_from(modules), forking:

@@ -162,8 +162,7 @@ def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
 
 
 def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> tuple[float, int]:
-    """Train on some processes, without evaluations and saves before the end -> samples per second, and the peak memory
-    of all processes together."""
+    """Train on some processes, without evaluations -> samples per second, and the peak memory of all together."""
     folder.mkdir()
     sections = trials.without_interruptions(recipe, folder / "run", steps=WARM_UP + options.steps)
     sections["train"]["global_batch"] = _global_batch(recipe, options, size)

@@ -175,8 +175,7 @@ class TrialJob(TrialTraining):
         return run_control.output(self.folder)
 
     def start(self) -> str:
-        """Submit it, unless it has ended or a job of an earlier start of the sweep is there already -> the state of the
-        job. Raises LaunchError."""
+        """Submit it, unless it has ended or its job is there already -> the state of the job. Raises LaunchError."""
         if self.is_decided:
             return "has ended already"
         try:

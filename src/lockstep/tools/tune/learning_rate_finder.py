@@ -107,8 +107,7 @@ def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
 
 
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
-    """Draw raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
-    `rate` labels the x axis."""
+    """Draw raw and smoothed loss over the learning rate, labelled `rate`, with the suggested and the lowest point."""
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(9, 5.4)

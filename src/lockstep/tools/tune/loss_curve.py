@@ -51,8 +51,7 @@ def has_diverged(loss: float, best: float) -> bool:
 
 
 def rates_between(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """Return the rates of a sweep, [steps]: each the same factor above the one before. Raises ConfigError for options
-    that give none."""
+    """Return the rates of a sweep, [steps], each the same factor above the last. Raises ConfigError for bad options."""
     if not 0 < start < math.inf:
         raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
     if not start < stop < math.inf:
@@ -119,8 +118,7 @@ class Curve:
 
     @property
     def steepest(self) -> int | None:
-        """The step where the smoothed loss falls fastest over the logarithm of the rate, up to its lowest point; None
-        where it falls nowhere by more than its noise."""
+        """The step up to the lowest point where the smoothed loss falls fastest over log(rate); None for mere noise."""
         if not self.is_readable:
             return None
         descent = self.start_loss - self.smoothed[self.lowest]

@@ -132,8 +132,7 @@ def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
 
 
 def _compared_export(path: Path, run: StoredRun, *, trusts: bool) -> tuple[list[str], list[str]]:
-    """Compare an export with the checkpoint that it names, and its weights with the digest that it names -> what is
-    wrong, and what cannot be compared."""
+    """Compare an export with its checkpoint and its digest -> what is wrong, and what cannot be compared."""
     trained_model.authorize(path, None, trusts=trusts)
     facts = export_facts.read(path)
     wrong = []
