@@ -13,9 +13,22 @@ from torch import Tensor
 
 BACKEND = "gloo-on-shared-gpu"
 COLLECTIVES = (
-    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced"),
-    *("alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "_reduce_scatter_base"),
-    *("reduce_scatter_tensor_coalesced", "recv", "scatter", "send"),
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "recv",
+    "scatter",
+    "send",
 )
 """Methods of a process group, whose first argument is what they write to, except for `send`."""
 READS_ONLY = ("barrier", "send")
