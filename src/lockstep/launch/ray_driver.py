@@ -176,7 +176,11 @@ class RayDriver:
 
     def _request(self, group: PlacementGroup, index: int, *, rank: int, delay: float = 0.0) -> None:
         """Request a process in a bundle, which Ray starts as soon as the bundle is on a machine."""
-        options = {"num_cpus": self.needed["CPU"], "num_gpus": self.needed.get("GPU", 0), "max_concurrency": 2}
+        options: dict[str, Any] = {
+            "num_cpus": self.needed["CPU"],
+            "num_gpus": self.needed.get("GPU", 0),
+            "max_concurrency": 2,
+        }
         if self.section.python != "python":
             options["runtime_env"] = {"py_executable": self.section.python}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
