@@ -212,8 +212,8 @@ class Observer(Protocol):
         """Handle an event; unknown types must be ignored. What it returns is asked of the run."""
 
     def close(self) -> None:
-        """Flush and release everything; called once. By default nothing is kept open."""
-        return
+        """Flush and release everything; called once. Subclasses that keep nothing open inherit this."""
+        return  # a body of a docstring alone would be abstract to type checkers
 
 
 class Bus:

@@ -47,7 +47,8 @@ class Augmented:
         return self.source.__getitems__(list(indices))
 
     def drawn(self, indices: Sequence[int], epoch: int) -> Columns:
-        """Return samples of an epoch. The function gets a copy of each, to change in place, which takes 10 µs."""
+        """Return the samples of an epoch. The function gets a copy of each, which it may change in place; the overhead
+        is 10 µs per sample."""
         columns = self.source.__getitems__(list(indices))
         if isinstance(columns, Collated):
             raise DataError(

@@ -69,10 +69,11 @@ class ChatTokenizer:
     def __init__(self, inner: TextTokenizer, *, day: date | None = None, skips: bool = False) -> None:
         """`day`: date that the template gets in training; `skips`: leave out chats that the template refuses."""
         self.inner: Any = inner
-        """One with a template is PartsOfWords."""
-        self.pad_id, self.token_bytes, self.begin, self.skips = inner.pad_id, inner.token_bytes, inner.begin, skips
+        """PartsOfWords where there is a template: only then are encoder, names and with_special used."""
+        self.pad_id, self.token_bytes, self.begin = inner.pad_id, inner.token_bytes, inner.begin
+        self.skips = skips
         self.template: Template | None = inner.template
-        self.day = day if self.template is not None and "strftime_now" in self.template.text else None
+        self.day = day if self.template is not None and self.template.asks_for_date else None
         how = "plain" if self.template is None else f"{self.template.text}{self.day or ''}"
         skipping = "skips " if skips and self.template is not None else ""
         self.key = hashlib.sha256(f"chat, ended {skipping}{how} {inner.key}".encode()).hexdigest()
@@ -90,7 +91,7 @@ class ChatTokenizer:
         rows = [_marked(parts, pieces) for parts, pieces in zip(parted, samples, strict=True)]
         if self._ending.has_token:
             return rows
-        ends = [[self.pad_id] * next((learned for text, learned in reversed(p) if text), False) for p in samples]
+        ends = [[self.pad_id] * _ends_learned(pieces) for pieces in samples]
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
@@ -99,8 +100,9 @@ class ChatTokenizer:
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
             return ids_of(row).tolist()
-        asked = partial(self._renderer, messages, tools, on, is_prompt=True)
-        pieces = limited(lambda: _asked(*asked()), TEMPLATE, seconds=SECONDS)
+        pieces = limited(
+            lambda: _asked(*self._renderer(messages, tools, on, is_prompt=True)), TEMPLATE, seconds=SECONDS
+        )
         ((*parts,),) = self._seamless([self._texts(pieces)])
         return [token for part in parts for token in part]
 
@@ -217,7 +219,8 @@ class ChatTokenizer:
 
 
 def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
-    """Return a chat's pieces as one sample, or one per learned answer where earlier turns change. Raises DataError."""
+    """Return a chat's pieces as one sample; one per learned answer where its template changes earlier turns.
+    Raises DataError."""
     whole = render(len(messages))
     if pieces := _pieces(messages, whole, render):
         said = [each for each in messages[1:] if each["role"] == ASSISTANT and is_learned(each) and each.get("content")]
@@ -253,7 +256,7 @@ def _pieces(messages: Sequence[Message], whole: str, render: Render) -> list[Pie
 
 
 def _answer(message: Message, number: int, render: Render) -> str:
-    """Return the text that follows an answer's prompt. Raises DataError where the answer does not begin with it."""
+    """Return the text after an answer's prompt. Raises DataError where the rendered answer does not begin with that."""
     prompt, after = render(number, is_prompt=True), render(number + 1)
     if after.startswith(prompt):
         return after[len(prompt) :]
@@ -286,6 +289,11 @@ def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarr
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return marked(ids, np.repeat(np.array([is_learned for _, is_learned in pieces], dtype=bool), sizes))
+
+
+def _ends_learned(pieces: Sequence[Piece]) -> bool:
+    written = [is_learned for text, is_learned in pieces if text]
+    return bool(written) and written[-1]
 
 
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:

@@ -49,7 +49,7 @@ def _message(given: Any, name: str) -> Message:
 
 
 def _learned(given: Any, name: str, values: tuple[Any, Any]) -> Any:
-    """Return which of the two values of a key, for learned or not, a file's value stands for. Raises DataError."""
+    """Return the value, of the two for learned and not learned, that a file's value means. Raises DataError."""
     for value in values:
         if given == value or str(given).strip().lower() in (str(value).lower(), str(float(value)), str(int(value))):
             return value

@@ -46,7 +46,7 @@ def how_learned(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> It
 
 
 def _cut(offsets: np.ndarray, context: int) -> int:
-    """Return how many rows of at most `context` tokens windows of that size cut in two; offsets int64 [n + 1]."""
+    """Count the rows of at most `context` tokens that windows of this size cut in two; offsets int64 [n + 1]."""
     first, last = offsets[:-1], offsets[1:] - 1
     return int(((first // context < last // context) & (last - first < context)).sum())
 

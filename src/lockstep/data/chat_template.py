@@ -32,6 +32,10 @@ class Template:
         return str(self.tokenizer.chat_template)
 
     @property
+    def asks_for_date(self) -> bool:
+        return "strftime_now" in self.text
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the template writes tool schemas."""
         return "tools" in self.text

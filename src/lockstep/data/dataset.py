@@ -70,7 +70,7 @@ def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
 
 
 def spread_evenly(source: Source, count: int) -> Source:
-    """Return `count` samples spread evenly over a source, or the first of a stream; itself where it has no more."""
+    """Return `count` samples spread evenly over a source, or the first of a stream; the source if it has no more."""
     if count >= len(source):
         return source
     return select(source, EvenRows(count, len(source) if stream_of(source) is None else count))
@@ -127,7 +127,7 @@ def with_tokens(
     publish: Callable[[object], None] = lambda _: None,
     is_checked: bool = False,
 ) -> Tokens | TokenizedStream:
-    """Tokenize texts with the cache, or a stream as it is read. Publishes Preparing; `is_checked`: every byte."""
+    """Tokenize texts with the cache, or a stream as it is read. Publishes Preparing; `is_checked` checks every byte."""
     if stream_of(source) is not None:
         return TokenizedStream(source, tokenizer)
     return tokenized(

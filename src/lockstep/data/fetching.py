@@ -92,7 +92,8 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         return collate(columns, self.pad_id, spec=self.source.spec, samples=request.indices)
 
     def columns(self, request: ShardRequest) -> Columns:
-        """Fetch the samples. Random numbers depend on seed, epoch, first sample; an augmentation's, on its own."""
+        """Fetch the samples. Random numbers drawn in __getitems__ depend on seed, epoch and the first sample; those of
+        an augmentation, on its own sample."""
         seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
         try:
             if isinstance(self.source, Augmented):

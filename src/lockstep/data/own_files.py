@@ -122,7 +122,7 @@ class OwnSplit:
 
 
 def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read: Callable[[Path], Found]) -> OwnSplit:
-    """Return a split: data.test, or what is held out of data.train. Classes are those of `train`. Raises DataError."""
+    """Return "train" or "test": data.test, or what is held out of data.train; classes of `train`. Raises DataError."""
     train = _checked(section.train, read)
     if train.empty:
         raise DataError(train.empty)

@@ -78,7 +78,7 @@ def preparation_of(file: Path) -> Preparation | None:
 
 
 def with_inputs_known(source: Source, preparation: Preparation | None) -> Source:
-    """Return the source; its spec says whether to prepare images. Raises DataError where `prepare` makes others."""
+    """Return the source; its spec says whether to prepare images. Raises DataError if `prepare` makes another form."""
     shape = source.spec.image_shape
     if shape is None:
         return source

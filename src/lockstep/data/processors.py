@@ -43,7 +43,8 @@ class FileSamples:
 
 
 def processor_of(section: DataSection) -> Processor | None:
-    """Return the processor that the settings name, or the `prepare` of a user's source, if any. Raises DataError."""
+    """Return the processor that data.image_processor or data.feature_extractor names, or the `prepare` of a user's
+    source; None of other sources. Raises DataError."""
     if section.code is not None:
         return preparation_of(section.code)
     return sound_reader_of(section) if isinstance(section, AudioSection) else image_processor_of(section)

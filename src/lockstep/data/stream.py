@@ -18,7 +18,7 @@ from lockstep.core.numerics.seeds import generators_restored, seed_all, seed_of
 Convert = Callable[[Any, int], Any]
 """Row of the stream, and its position -> sample."""
 _INHERITED: list[Any] = []
-"""Readers of the process that this was forked from: closing their open files would run the user's code twice."""
+"""Readers of the process that this was forked from, kept open: closing them would run the user's code twice."""
 
 
 def is_iterable_only(dataset: Any) -> bool:

@@ -93,6 +93,7 @@ class ClassesColumn(LabelColumn):
 
 
 def _at(place: Place, number: int) -> Place:
+    """Return a Place that names sample `number` for each of its parts."""
     return lambda _: place(number)
 
 
@@ -119,7 +120,7 @@ class NumberColumn(LabelColumn):
         return Targets(values=np.array(read, dtype=np.float32), numbers=names)
 
 
-class TagsColumn(ClassesColumn):
+class TagsColumn(LabelColumn):
     """A class for each word of a text: both are lists, or texts that white space separates."""
 
     def read(self, cells: Iterable[Any], place: Place) -> list[list[str]]:
@@ -142,6 +143,9 @@ class TagsColumn(ClassesColumn):
                 raise DataError(f"{where} has no word: remove the row")
             found.append(joined(words))
         return found
+
+    def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
+        return names_of(name for row in train for name in row)
 
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
         values = np.empty(len(read), dtype=object)

@@ -56,7 +56,7 @@ class Predictor:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether threads predict faster than one: not on a GPU, with a lock, or with own threads (onnxruntime)."""
+        """Whether several threads predict faster than one: not on a GPU, with a lock, or own threads (onnxruntime)."""
         return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
@@ -149,7 +149,8 @@ def predictor(
 def placed(
     facts: ExportFacts, forward: Forward, *, device: torch.device | None, dtype: DTypeName | None
 ) -> tuple[Forward, torch.device]:
-    """Move a model to a device, by default a GPU if there is one, and a dtype. Raises ModelError where it cannot."""
+    """Move a model to a device and a dtype, by default to a GPU, if there is one, as exported. Raises ModelError for a
+    graph that does not support them."""
     device = device or torch.device("cuda" if isinstance(forward, nn.Module) and torch.cuda.is_available() else "cpu")
     if isinstance(forward, nn.Module):
         return forward.to(device, TORCH_DTYPES[dtype] if dtype else None).eval(), device

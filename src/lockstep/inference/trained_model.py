@@ -39,7 +39,7 @@ Opened = tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]
 
 
 def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> tuple[str, ...]:
-    """Check the code of an export, run or checkpoint -> arguments that workers get. Raises UserError, UntrustedCode."""
+    """Check the code of an export, run or checkpoint -> arguments that pass a yes on to workers. Raises UserError."""
     path = here(path)
     if export_reader.is_export(path):
         return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)
@@ -178,7 +178,7 @@ def trained_on(folder: Path) -> tuple[str, str, str | None]:
 def loader(
     path: Path, *, device: str = "cpu", dtype: DTypeName | None = None, base: str | None = None
 ) -> Callable[[], Predictor | Generator]:
-    """Return a function that opens a predictor; `auto`: a GPU if there is one. Raises LaunchError for no device."""
+    """Return what opens a predictor; device `auto`: a GPU if there is one. Raises LaunchError for one not available."""
     try:
         opened = None if device == "auto" else torch.device(device)
         torch.empty(0, device=opened)

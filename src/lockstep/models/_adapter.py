@@ -239,8 +239,7 @@ def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the adapter's weights, and biases that peft trains with it, by the names of its files."""
     import peft
 
-    options: dict[str, Any] = {"adapter_name": NAME, "save_embedding_layers": False}
-    return peft.get_peft_model_state_dict(network, network.state_dict(), **options)
+    return peft.get_peft_model_state_dict(network, network.state_dict(), adapter_name=NAME, save_embedding_layers=False)
 
 
 def _outermost(network: nn.Module, name: str) -> str | None:

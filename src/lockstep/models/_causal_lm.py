@@ -149,7 +149,7 @@ def settle_tokens(
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load a model, or draw random weights. Raises ModelError if it does not load, reads ahead, or lacks tokens."""
+    """Load a model, or draw random weights. Raises ModelError if it fails, reads ahead, or lacks tokens of the data."""
     if spec.vocabulary is None:
         raise ModelError("model.kind=causal_lm predicts tokens, but the data has none: set data.kind=text")
     network, notes = (_untrained if config.from_config else _trained)(config, spec)

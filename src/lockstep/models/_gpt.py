@@ -64,7 +64,8 @@ class Attention(nn.Module):
 
     def decode(self, x: Tensor, reads: Reads, cache: Entry | None) -> tuple[Tensor, Entry]:
         """Compute `forward` for further tokens [m, t, W], which attend to those in the cache, too."""
-        layers, (turns, visible) = (self.query, self.key, self.value), reads
+        layers = self.query, self.key, self.value
+        turns, visible = reads
         query, key, value = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in layers)  # [m, H, T, D]
         query, key = rotated(query, turns), rotated(key, turns)
         if cache is not None:

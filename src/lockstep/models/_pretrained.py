@@ -12,7 +12,6 @@ from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError, few
 from lockstep.base.model_contracts import Batch, Model, TensorPlan
 from lockstep.core.host.pretrained_files import load, untrained
-from lockstep.core.host.pretrained_processors import FeatureExtractor, ImageProcessor
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._model_config import PretrainedSection, TokensSection
@@ -102,7 +101,8 @@ class NetworkModel(ObjectiveModel):
 
 
 def position_rows(network: Any) -> int | None:
-    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None without one."""
+    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None without a
+    table."""
     tables = [module for name, module in network.named_modules() if name.rpartition(".")[2] in POSITIONS]
     found = [
         len(table.weight) - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
@@ -297,7 +297,7 @@ def silence() -> None:
 class ProcessedModel(NetworkModel):
     """Model of what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
 
-    PROCESSOR: ClassVar[type[ImageProcessor | FeatureExtractor]]
+    PROCESSOR: ClassVar[Callable[[str], Any]]
     """Builds the processor from a folder."""
 
     def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:

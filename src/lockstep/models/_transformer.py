@@ -170,7 +170,7 @@ def _attention(config: Config) -> str | None:
 
 
 class PretrainedTokenizer:
-    """The tokenizer saved with the model; of words it marks tokens. Raises ModelError where it cannot be loaded."""
+    """The tokenizer saved with the model; marks tokens where labels are of words. Raises ModelError if not loaded."""
 
     def __init__(self, config: Config, spec: DataSpec | None = None, *, special: str = "as_text") -> None:
         """`special`: data.special_tokens_in_text."""
@@ -211,7 +211,8 @@ class PretrainedTokenizer:
         self.key = hashlib.sha256(f"{form} {_state_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Return token ids with special tokens, int32 [T_i], 1 <= T_i <= max_length, marked for words; in threads."""
+        """Return token ids with special tokens, int32 [T_i] per text, 1 <= T_i <= max_length; multi-threaded. Of texts
+        of words they are marked."""
         if self.has_words:
             return self._marked([words_of(text)[: self.max_length] for text in texts])
         starts = [self._start(text) for text in texts]

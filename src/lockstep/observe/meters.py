@@ -20,7 +20,8 @@ class Throughput:
             self._mark = self._mark[0] + time.monotonic() - self._paused, self._mark[1]
 
     def look(self, samples: int) -> float | None:
-        """Return samples/s since the last call, None at the first, which ends the warm-up; `samples`: of the run."""
+        """Return the samples per second since the last call; `samples` counts the whole run. None at the first call,
+        which ends the warm-up."""
         now, before = time.monotonic(), self._mark
         self._mark = now, samples
         if before is None:

@@ -118,7 +118,7 @@ def _targets(train: HubSplit, data: HubSplit, config: Config) -> Targets:
 
 
 def _streamed(train: Any, data: Any, config: Config) -> Source:
-    """Return a `datasets.IterableDataset`, like the training split. Raises DataError where classes are not known."""
+    """Return the samples of a split, an IterableDataset. Raises DataError unless the classes are known beforehand."""
     where = f"{config.name}, split {data.split}"
     encode = _encoder(train, config)
     targets = encode([], lambda _: where)
@@ -136,13 +136,16 @@ class _Rows:
         self.config, self.where, self.encode, self.sized = config, where, encode, sized
 
     def __call__(self, row: dict[str, Any], position: int) -> dict[str, Any]:
-        where, labels = f"sample {position} of {self.where}", [row[self.config.label_column]]
-        given, found = row[self.config.sample_column], dict[str, Any]()
+        def place(_: int) -> str:
+            return f"sample {position} of {self.where}"
+
+        given, labels = row[self.config.sample_column], [row[self.config.label_column]]
+        label = self.encode(labels, place).values[0]
         if self.sized is None:
-            (found["text"],) = COLUMNS[self.config.labels].read_texts([given], labels, lambda _: where)
-        else:
-            found["image"] = self.sized.pixels(open_image(image_of(given, self.config.name), where), where)
-        return {**found, "label": self.encode(labels, lambda _: where).values[0]}
+            (text,) = COLUMNS[self.config.labels].read_texts([given], labels, place)
+            return {"text": text, "label": label}
+        where = place(0)
+        return {"image": self.sized.pixels(open_image(image_of(given, self.config.name), where), where), "label": label}
 
 
 def _encoder(train: Any, config: Config) -> Encode:

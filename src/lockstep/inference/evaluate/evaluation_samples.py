@@ -49,7 +49,8 @@ def of_file(
     label_column: str,
     takes_tokens: bool,
 ) -> Source:
-    """Open the samples of a table or folder. Raises DataError for another modality, missing columns, unknown labels."""
+    """Open the samples of a table, or of a folder of images or sounds. Raises DataError for a modality that the model
+    does not take, for missing columns and unknown labels."""
     is_table, reader = files.is_table(file), reader_of(spec, processor)
     if is_table and not takes_tokens:
         raise DataError(f"{file} is a table of texts, but the model takes {_expected(spec, reader)}")

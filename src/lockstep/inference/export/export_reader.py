@@ -40,7 +40,8 @@ def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
 
 
 def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
-    """Load an export's forward function, on the CPU: a module in evaluation mode if it holds one. Raises ModelError."""
+    """Load the forward function of an export, on the CPU: a module in evaluation mode if the format holds one. Raises
+    ModelError if the folder is no export, or a damaged one."""
     folder = Path(folder).absolute()
     facts = facts or export_facts.read(folder)
     with _read_errors(folder):

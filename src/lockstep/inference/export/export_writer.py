@@ -92,7 +92,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
-    """Yield a folder that replaces the target at the end unless there is an error, and the previous export's facts."""
+    """Yield a temporary folder that replaces the target unless an error is raised, and the previous export's facts."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     _restore(target, old)  # an export may have been killed between the two renames below
     facts = _previous_facts(target)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 Upload = Callable[[Path, ExportFacts], str]
-"""(folder, facts) -> the address where it is. Raises HubError, ModelError, or an error of the store."""
+"""(folder, facts) -> address of the repository or store. Raises HubError, ModelError, or an error of the store."""
 UNFINISHED = "lockstep-upload.json"
 """File of an object store with the names of all files of the previous upload, and of the unfinished one."""
 REFUSALS = {

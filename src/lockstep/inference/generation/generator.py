@@ -40,7 +40,7 @@ class Completion:
     text: str = ""
     """Text that later tokens cannot change: without an incomplete character, or what may become a stop text."""
     finish: str = ""
-    """Reason of its end: "end" (of the text), "stop" (a stop text), "length" (max_tokens, full context); else empty."""
+    """Reason of its end: "end" (by the model), "stop" (a stop text), "length" (max_tokens, full context); "" before."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
@@ -228,7 +228,7 @@ def generator(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Generator:
-    """Build a generator on a device, in a dtype, by default as `placed` does. Raises ModelError for one that fails."""
+    """Build a generator on a device, in a dtype, by default as `placed` does. Raises ModelError if the model fails."""
     forward, device = placed(facts, forward, device=device, dtype=dtype)
     context = int(facts.recipe.get("data", {}).get("context", CONTEXT))
     if isinstance(forward, Model) and not facts.model.get("from_config"):  # others know no positions beyond it

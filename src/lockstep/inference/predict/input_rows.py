@@ -53,7 +53,8 @@ class PredictionInput:
     """Names in the rows of JSON that have been read for an output that keeps them."""
 
     def chunks(self) -> Iterator[pa.Table]:
-        """Yield all rows, CHUNK_ROWS in each table but the last, types inferred for each. Raises DataError."""
+        """Yield all rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk. Raises
+        DataError for an input that cannot be read, or lacks the column."""
         with tables.read_errors(self.path):
             yield from _rechunk(self.reader(self.path, self.column))
 

@@ -101,7 +101,8 @@ class ServedModel:
         self._reloads: set[asyncio.Task[tuple[str, str]]] = set()
 
     def _load(self) -> tuple[Predictor | Generator, Example]:
-        """Return a warmed-up model and its example; in a thread of its own, as OpenMP threads remain (see Batcher)."""
+        """Return a warmed-up model and its example; in a thread of its own, as remaining OpenMP threads would slow
+        others down (see Batcher)."""
         loaded: Future[tuple[Predictor | Generator, Example]] = Future()
 
         def run() -> None:

@@ -21,7 +21,7 @@ Requested = Literal["auto"] | tuple[str, ...]
 
 @dataclass(frozen=True)
 class SummedMetric:
-    """A function of a sum of statistics over all samples: importing torchmetrics costs a process two seconds."""
+    """A function of a sum of statistics over all samples; importing torchmetrics would take a process two seconds."""
 
     statistics: Callable[..., Tensor]
     """(the metric's arguments, on the CPU) -> what a micro-batch adds, int64 or float64 of a constant shape."""
@@ -95,7 +95,7 @@ def _adapted(name: str, adapter: Arguments) -> Arguments:
 
 
 def mode_of(name: str, metrics: Mapping[str, DeclaredMetric]) -> Literal["min", "max"] | None:
-    """Return whether smaller or larger values of NAME or NAME.PART are better, as it says; None if it does not."""
+    """Return whether smaller or larger values of a metric, NAME or NAME.PART, are better; None if it does not say."""
     parent, _, part = name.partition(".")
     metric: Any = metrics[parent].metric if parent in metrics else None
     if part and hasattr(metric, "items"):  # of a collection

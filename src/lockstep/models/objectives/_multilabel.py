@@ -41,7 +41,7 @@ class Multilabel(PredictingObjective):
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         computed: dict[str, Callable[[Tensor], Tensor]] = {
             "exact_match": lambda counts: counts[-1, 0] / counts[-1, 1],
-            "f1": lambda counts: _f1(counts[:-1]).mean(),  # 0 for classes that are neither there nor predicted
+            "f1": lambda counts: _f1(counts[:-1]).mean(),  # macro; 0 for classes that are neither there nor predicted
             "f1_micro": lambda counts: _f1(counts[:-1].sum(0)),
         }
         return {
@@ -100,7 +100,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _counts(logits: Tensor, target: Tensor) -> Tensor:
-    """Return int64 [K + 1, 3]: true and false positives, false negatives of each class; exact matches, samples, 0."""
+    """Return int64 [K + 1, 3]: per class true and false positives, false negatives; last exact matches, samples, 0."""
     fits, is_one = logits.float().sigmoid() > LEAST, target > 0
     counts = torch.stack([fits & is_one, fits & ~is_one, ~fits & is_one], dim=-1).sum(0)
     last = torch.tensor([[int((fits == is_one).all(1).sum()), len(fits), 0]])

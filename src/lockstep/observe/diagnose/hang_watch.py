@@ -50,7 +50,8 @@ class TrainingThread:
             self.location, self.since = location, time.monotonic()
 
     def report(self, rank: int, step: int) -> Report:
-        """Report its location and stacks; those of a loader's worker that it waits for; what its GPU waits in."""
+        """Report its location with all stacks; that of a data loader's worker process where it waits for one, and the
+        collective that its GPU waits in."""
         stack, waits, since = stack_of(self.ident), self.waits_in(), self.since
         location, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
         if on_gpu := flight_recorder.unfinished():
@@ -210,8 +211,7 @@ class Watch(Observer):
         number = heartbeats.notes.count("ask")
         if number > self._last_request:
             self._last_request = number
-            report = self.thread.report(self.world.rank, self.steps_done + 1)
-            heartbeats.notes.write(f"answer-{number}", asdict(report))
+            heartbeats.notes.write(f"answer-{number}", asdict(self._own_report()))
         heartbeats.receive()
 
     def _check_silence(self, heartbeats: Heartbeats) -> None:
@@ -265,9 +265,12 @@ class Watch(Observer):
         else:
             self._end(text)
 
+    def _own_report(self) -> Report:
+        return self.thread.report(self.world.rank, self.steps_done + 1)
+
     def _reports(self, ranks: list[int]) -> list[Report]:
         """Collect the reports of these ranks, as far as they answer in time."""
-        own = self.thread.report(self.world.rank, self.steps_done + 1)
+        own = self._own_report()
         if self.heartbeats is None:
             return [own]
         notes = self.heartbeats.notes

@@ -12,7 +12,7 @@ PATIENCE = timedelta(seconds=10)
 
 
 class StoreNotes:
-    """Notes by rank in the store, over a connection of its own, for one thread. Methods raise dist.DistError."""
+    """Notes by rank in the store, on a connection of its own, for one thread. Methods raise DistError if it is lost."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

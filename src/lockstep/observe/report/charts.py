@@ -51,7 +51,8 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """Create one chart for each quantity, with its values in training and on the test split, of all runs."""
     curves = [{**run.curves, **memory(run)} for run in runs]
     names = dict.fromkeys(name.removeprefix(f"{TEST} ") for each in curves for name in each)
-    ordered = sorted(names, key=lambda name: (name != "loss", [*TITLES].index(name) if name in TITLES else -1))
+    order = [*TITLES]
+    ordered = sorted(names, key=lambda name: (name != "loss", order.index(name) if name in TITLES else -1))
     return [Chart(title=TITLES.get(name, name), series=tuple(_series(name, curves))) for name in ordered]
 
 

@@ -40,6 +40,7 @@ def html(runs: Sequence[RunFiles]) -> str:
     """Render the page of these runs, side by side."""
     names, histories = names_of(runs), [starts(run.history) for run in runs]
     drawn = charts(runs)
+    # summary.json is removed at the start and written at the end
     timelines = [timeline(each, is_running=not run.summary.status) for run, each in zip(runs, histories, strict=True)]
     marks = [
         {"run": number, "step": each.step, "text": each.text}

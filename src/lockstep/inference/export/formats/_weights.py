@@ -27,7 +27,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) -> tuple[Any, ModelSection]:
-    """Return a model's plugin and section, with paths in the folder but an adapter's model. Raises ModelError."""
+    """Return a model's plugin and section; paths are in the folder, save an adapter's base model. Raises ModelError."""
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:

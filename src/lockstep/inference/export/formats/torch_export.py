@@ -13,7 +13,7 @@ from lockstep.inference.export.formats._graph import Traceable, dynamic_dimensio
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
 PROGRAM = FILE
-"""Loading it can execute code: torch unpickles, evaluates shape expressions, calls the functions that nodes name."""
+"""File whose loading can run any code: torch unpickles, evaluates shapes, calls any torch function nodes name."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
