@@ -49,8 +49,9 @@ def row_sum(tokens: Tensor, gradients: Tensor, padding: int | None) -> RowSum:
     rows, places = torch.unique(tokens, return_inverse=True)
     is_padding = rows == (-1 if padding is None else padding)
     place = int(is_padding.nonzero()) if is_padding.any() else -1
-    options = {"num_weights": len(rows), "padding_idx": place, "scale_grad_by_freq": False}
-    return RowSum(rows, torch.ops.aten.embedding_dense_backward(gradients, places, **options))
+    backward = torch.ops.aten.embedding_dense_backward
+    values = backward(gradients, places, num_weights=len(rows), padding_idx=place, scale_grad_by_freq=False)
+    return RowSum(rows, values)
 
 
 class _Lookup(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch
+from lockstep.core.host.stream_clock import synchronize
 from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.loss import unweighted, with_gradient
@@ -90,7 +91,8 @@ def refuse_state_between_blocks(partitioned: PartitionedModel, batch: Batch, aut
 
 
 class OutputUses(TorchDispatchMode):
-    """Records the units that use outputs of an earlier block than the one before them, such as masks and positions."""
+    """Records the units that use outputs of another block than the one before them, even those without a gradient, such
+    as masks and positions."""
 
     def __init__(self, unit: Callable[[], int]) -> None:
         super().__init__()
@@ -143,8 +145,7 @@ class _ProfiledPass:
 
     def _now(self) -> float:
         """Return the time after the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def _enter(self, module: nn.Module, _: Any) -> None:

@@ -103,8 +103,8 @@ class OutputLayout:
     def pack(self, outputs: Any) -> tuple[Tensor, ...]:
         return tuple(layout.pack(leaf) for layout, leaf in zip(self.tensors, tensors(outputs), strict=True))
 
-    def unpack(self, tensors: Sequence[Tensor]) -> Any:
-        remaining = iter(tensors)
+    def unpack(self, packed: Sequence[Tensor]) -> Any:
+        remaining = iter(packed)
         leaves = [leaf.unpack(next(remaining)) if isinstance(leaf, TensorLayout) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 

@@ -132,8 +132,8 @@ class SeededStage(PipelineStage):
             pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         inputs = _floating(self.received.pop(bwd_chunk_id, ()))
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in inputs]
-        self.sent_gradients[bwd_chunk_id] = gradients
+        to_send = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in inputs]
+        self.sent_gradients[bwd_chunk_id] = to_send
         progress()
 
     def _buffers(self, number: int, block: int) -> list[Tensor]:

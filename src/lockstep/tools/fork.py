@@ -60,10 +60,9 @@ def _check(parent: Recipe, recipe: Recipe) -> None:
         section, _, field = key.partition(".")
         before, now = (getattr(getattr(each, section), field) for each in (parent, recipe))
         if before != now:
-            what = (
-                f"{key} is {before} in the run, and decides which place in the data a step is: a fork cannot change it"
-            )
-            raise ConfigError(f"{what}; model.init={parent.folder} starts anew with its weights")
+            what = f"{key} is {before} in the run, and decides which place in the data a step is"
+            advice = f"a fork cannot change it; model.init={parent.folder} starts anew with its weights"
+            raise ConfigError(f"{what}: {advice}")
 
 
 def _first_use(parent: Recipe, recipe: Recipe, root: Path) -> int | None:

@@ -40,7 +40,8 @@ def forking(recipe: Recipe, module: str, *, kind: str = "local", task: str | Non
 def start(module: str, arguments: Sequence[str], log: Path) -> Started:
     """Start a launcher, which appends its output to `log`."""
     if (server := _server.get()) is not None:
-        own, outputs = ("0", *arguments), dict.fromkeys((1, 2), str(log))
+        own = ("0", *arguments)
+        outputs = dict.fromkeys((1, 2), str(log))
         launcher = WorkerStart(module=module, arguments=own, environment=None, outputs=outputs, began=time.time())
         with suppress(ServerKilled):
             return server.fork(launcher)

@@ -44,7 +44,7 @@ class EvaluationTarget:
     device: torch.device
     """Device of the outputs."""
     is_local: bool = True
-    """Whether a forward pass involves no other rank, so that one may fail in it and join the next collective."""
+    """Whether a forward pass involves no other rank: a rank may fail in it and still join the next collective."""
     notice: Callable[[int, int], None] = lambda _done, _total: None
     """Called with the number of micro-batches measured, and of all."""
 

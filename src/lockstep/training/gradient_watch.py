@@ -34,7 +34,8 @@ class GradientWatch:
         self.num_steps += optimizer is self.last_part
 
     def finish(self) -> Collection[str]:
-        """Remove the hooks -> names of this rank's parameters with zero gradients; none where steps had no update."""
+        """Remove the hooks and return the names of this rank's parameters whose gradients were all zero; none where the
+        optimizer did not run in each step."""
         while self.handles:
             self.handles.pop().remove()
         if self.num_steps < STEPS:

@@ -41,7 +41,8 @@ class Saving:
     """Duration of the longest save, from the copy to the last rename."""
 
     def start(self, metrics: dict[str, float], *, is_last: bool = False) -> None:
-        """Copy the state and start to write it, after the previous save; `is_last`: it stays as it is until then."""
+        """Copy the state and start to write it; waits for the previous save, with a warning. `is_last`: the state does
+        not change until it is written."""
         start = time.monotonic()
         with waiting_in(SAVE):
             self._report(self.writer.finished())
@@ -106,5 +107,6 @@ class Saving:
             return
         self.newest = saved.folder
         self.longest_seconds = max(self.longest_seconds, saved.seconds)
-        times = {"seconds": saved.seconds, "stall_seconds": self.stalls[-1]}
-        self.bus.publish(CheckpointSaved(step=saved.step, folder=saved.folder, **times))
+        stall = self.stalls[-1]
+        event = CheckpointSaved(step=saved.step, folder=saved.folder, seconds=saved.seconds, stall_seconds=stall)
+        self.bus.publish(event)

@@ -60,7 +60,7 @@ def step(
 
 @contextmanager
 def explained_nondeterminism(module: nn.Module) -> Iterator[None]:
-    """Raise ModelError, which names the modules, for torch's error on an operation that is not deterministic."""
+    """Raise ModelError, naming the modules that seem to run it, where an operation has no deterministic form."""
     try:
         yield
     except RuntimeError as error:

@@ -50,7 +50,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def gather_object(value: Any, group: dist.ProcessGroup | None = None, *, to: int = 0) -> list[Any] | None:
-    """Gather every rank's value, by rank, on one rank of a group; None on the others. Raises as `broadcast_object`."""
+    """Gather every rank's value, by rank, on one rank of a group, where it may raise ModelError; None on the others."""
     if dist.get_world_size(group) == 1:
         return [value]
     with waiting_in(f"a gather of objects to rank {to}"):

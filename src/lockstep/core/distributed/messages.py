@@ -101,6 +101,8 @@ def _object(value: Any, contents: list[Tensor]) -> Any:
         return {"path": str(value)}
     if isinstance(value, Enum):
         return {"enum": [*_name_of(kind), value.name]}
+    if isinstance(value, str):
+        return str.__str__(value)
     raise _unsendable(value)
 
 

@@ -100,7 +100,8 @@ def _timeout() -> timedelta:
 
 
 def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Open another Gloo group of all ranks; `timeout`: else the default group's. Collective; raises as `own_group`."""
+    """Open another Gloo group of all ranks, with the default group's timeout unless another is given. Collective;
+    raises as `own_group` does."""
     return own_group([range(dist.get_world_size())], backend="gloo", timeout=timeout)
 
 

@@ -152,6 +152,7 @@ def _field(file: Path, name: str) -> int | None:
     """Return the number after a name at the start of a line; None when there is none."""
     with suppress(OSError):
         for line in file.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.split(maxsplit=1)[:1] == [name]:
-                return int(line.split()[1])
+            words = line.split()
+            if words and words[0] == name:
+                return int(words[1])
     return None

@@ -75,7 +75,7 @@ class ImageProcessor:
 
 
 class FeatureExtractor:
-    """Feature extractor of a model for sounds, and their padding. Raises DataError where none can be loaded."""
+    """Feature extractor of a model for sounds, with their padding. Raises DataError for any other, or a damaged one."""
 
     def __init__(self, name: str) -> None:
         """`name`: a name on the hub, or a folder."""

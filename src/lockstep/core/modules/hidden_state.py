@@ -30,9 +30,15 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, t
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 LIBRARIES = ("torch", "numpy", "lockstep", "threading", "_thread", "concurrent", "logging", "multiprocessing")
 """Packages whose objects are not inspected."""
-FOLDERS = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__), str(plugins.ROOT))
 INSTALLED = tuple(
-    os.path.realpath(folder) + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages(), *FOLDERS)
+    os.path.realpath(folder) + os.sep
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+        os.path.dirname(os.__file__),
+        str(plugins.ROOT),
+    )
 )
 """Folders of code that is not the user's."""
 LARGE = 2**28

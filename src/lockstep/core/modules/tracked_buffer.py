@@ -127,7 +127,7 @@ class TrackedBuffer:
 
 
 def restore(buffers: Sequence[TrackedBuffer]) -> None:
-    """Set the model's own tensors to the values of the step's start, by one operation for each dtype."""
+    """Set the model's own tensors to the values of the step's start, by few operations, which count on a GPU."""
     by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
     for buffer in buffers:
         by_dtype.setdefault(buffer.before.dtype, []).append(buffer)

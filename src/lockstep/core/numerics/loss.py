@@ -30,8 +30,8 @@ def checked(loss: Any) -> LossSum:
         what = f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of"
         raise ModelError(f"{what}, a number, such as in {EXAMPLE}")
     if not isinstance(loss.sums, Mapping) or not all(map(_is_number, loss.sums.values())):
-        what = 'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
-        raise ModelError(f"{what}number right}}; it is {_repr(loss.sums)}")
+        what = "LossSum.sums is a dict of further sums over the same samples, one number each"
+        raise ModelError(f'{what}, such as {{"accuracy": number right}}; it is {_repr(loss.sums)}')
     if not isinstance(loss.terms, Mapping):
         raise ModelError(f"LossSum.terms is a dict of LossSums by name; it is {_repr(loss.terms)}")
     terms = {name: checked(term) for name, term in loss.terms.items()}

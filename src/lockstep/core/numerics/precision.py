@@ -119,7 +119,8 @@ def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> di
 
 
 def prepare_compiler(device: torch.device, *, exact: bool) -> None:
-    """Set compiler options that change bits: no kernels chosen by speed, no split of graphs. Raises ConfigError."""
+    """Set compiler options that change bits: no kernels chosen by speed, no graphs split at DDP's buckets. Raises
+    ConfigError where there is no compiler."""
     from torch._dynamo import config as dynamo  # noqa: PLC0415 (takes a second)
     from torch._inductor import config as inductor  # noqa: PLC0415
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415

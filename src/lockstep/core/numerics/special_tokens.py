@@ -21,7 +21,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer, for texts in which their names are letters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Give special tokens random aliases: a unigram or word model would find their names in its vocabulary."""
+        """Give special tokens random aliases: even with split_special_tokens, unigram and word models find their names,
+        which are in the vocabulary."""
         state = json.loads(tokenizer.to_str())
         names = [each["content"] for each in state["added_tokens"] if each["special"]]
         self.aliases = {name: secrets.token_hex(16) for name in names}

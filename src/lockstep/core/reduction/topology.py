@@ -71,7 +71,7 @@ def _table(names: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
 
 
 def this_machine() -> str:
-    """Return a name that processes share that see each other: of a machine, or a container with own namespaces."""
+    """Return a name that is equal for processes that see each other: a container's own network or PIDs make another."""
     unique = f"process {os.getpid()} of rank {dist.get_rank()}"
     if sys.platform != "linux":
         return unique

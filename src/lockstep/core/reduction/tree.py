@@ -95,7 +95,8 @@ def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shard
 
 
 def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
-    """Return every `size`-th of the shards, of one round at least: None for ranks without one in the last."""
+    """Return every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round
+    are neighbours. At least one round."""
     rounds = max(1, -(-len(shards) // size))
     own: list[int | None] = [*shards[rank::size]]
     return own + [None] * (rounds - len(own))

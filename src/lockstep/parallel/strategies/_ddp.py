@@ -86,9 +86,10 @@ class CommStream:
         """Do nothing."""
 
 
-TAKEN = inspect.signature(DistributedDataParallel).parameters
-UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in TAKEN else "broadcast_buffers": False}
-"""DDP's argument, whose name was another before torch 2.13."""
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+SYNCING = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
+"""Name of DDP's argument, which was another before torch 2.13."""
+UNSYNCED: dict[str, Any] = {SYNCING: False}
 MOST_NAMED = 3
 """Number of unused parameters that a message names."""
 

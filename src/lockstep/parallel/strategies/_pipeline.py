@@ -69,8 +69,8 @@ class Pipeline(Sharded):
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds
         self._set_stages(profile, fake)
-        own = self.buffer_updates
-        self.stage_forward = StageForward(self.partitioned, bounds, own, group=self.along, device=self.device)
+        buffers = self.buffer_updates
+        self.stage_forward = StageForward(self.partitioned, bounds, buffers, group=self.along, device=self.device)
         model._lockstep_initial = None  # frees the recorded operations
         return LocalParameters(model, self.local)
 

@@ -66,13 +66,14 @@ class TensorParallel(Sharded):
         return size
 
     def _random_ops(self, model: Model, batch: Batch) -> list[str]:
-        """Return the operators of a training forward pass that draw random numbers, with their outputs' shapes."""
+        """Return the operators of a forward pass in training that draw random numbers, with their outputs' shapes:
+        equal lists mean that every draw can be equal."""
         with self.precision.autocast(), copied_buffers(model), torch.no_grad(), _RandomOps() as mode:
             model(batch)
         return mode.ops
 
     def _check_random_ops(self, whole: list[str], split: list[str]) -> None:
-        """Raise ModelError where split tensors draw random numbers: all ranks would draw the same."""
+        """Raise ModelError where split tensors draw random numbers: all ranks draw the same, as replicas should."""
         first = next((pair for pair in zip(whole, split, strict=False) if pair[0] != pair[1]), None)
         if first is not None or len(whole) != len(split):
             where = f" ({first[0]} of the whole model, {first[1]} of a part)" if first else ""

@@ -6,14 +6,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
-from lockstep.core.host import phases
+from lockstep.core.host import phases, stream_clock
 from lockstep.core.host.matmul_speed import faster_precision, peak_flops
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
@@ -65,10 +64,10 @@ class StepMeasurement:
     def _measure_phases(self) -> Iterator[None]:
         """Measure the seconds of a step by phase, and by the clock."""
         clock = phases.running()
-        self._synchronize()
+        stream_clock.synchronize(self.parts.state.precision.device)
         start, before = time.perf_counter(), clock.so_far()
         yield
-        self._synchronize()
+        stream_clock.synchronize(self.parts.state.precision.device)
         measured, steps = clock.so_far() - before, self.request.steps
         self.found |= {
             "step_seconds": (time.perf_counter() - start) / steps,
@@ -78,10 +77,6 @@ class StepMeasurement:
             "micro_batches": self.micro_batches,
             "peak_bytes": device_peak_bytes(),
         }
-
-    def _synchronize(self) -> None:
-        if self.parts.state.precision.device.type == "cuda":
-            torch.cuda.synchronize()
 
     @contextmanager
     def _count_flops(self) -> Iterator[None]:

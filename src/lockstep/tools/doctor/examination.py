@@ -67,7 +67,8 @@ def show(found: Sequence[Diagnosis], context: DoctorContext, console: Console) -
 
 
 def write(found: Sequence[Diagnosis], context: DoctorContext, file: Path) -> None:
-    findings, ranks = ([each.model_dump() for each in some] for some in (found, context.ranks))
+    findings = [each.model_dump() for each in found]
+    ranks = [rank.model_dump() for rank in context.ranks]
     storage.write(file, json.dumps({"findings": findings, "ranks": ranks}, indent=1))
 
 

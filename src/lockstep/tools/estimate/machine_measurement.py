@@ -149,7 +149,7 @@ def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: 
 
 
 def calibrated(facts: Measurements) -> Measurements:
-    """Return the measurements with working memory: what whole steps took beyond the memory that can be counted."""
+    """Return measurements with working memory, of kernels and malloc: what whole steps took beyond what is counted."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
     whole = sequential_sums(shards, shards)
     alone = PartialSums(before=(0,), after=(1,))

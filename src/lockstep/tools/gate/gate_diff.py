@@ -100,7 +100,8 @@ class StepDiff:
         return name and f"the column {name} has other values"
 
     def _call(self, one: list[Line], other: list[Line]) -> str | None:
-        """Find the first call with known inputs and unknown outputs; an inner module's call ends, and comes, before."""
+        """Find the first call with known inputs and unknown outputs. Calls come in the order in which they end, so an
+        inner module comes before the one around it."""
         inputs, outputs = ({line[part] for line in _of(one, "call")} for part in ("inputs", "hash"))
         new = (line for line in _of(other, "call") if line["inputs"] in inputs and line["hash"] not in outputs)
         return next((f"{self.located(line['name'])} gives other outputs for equal inputs" for line in new), None)

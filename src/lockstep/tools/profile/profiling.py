@@ -139,9 +139,14 @@ def rank_table(ranks: Sequence[RankProfile]) -> Table:
     for name in ("rank", "own ms", "waits ms", "GFLOP", "of peak", "peak MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in ranks:
-        times = f"{1000 * rank.busy:.2f}", f"{1000 * rank.phases['exchange']:.2f}"
-        work = f"{rank.flops / 1e9:.2f}", f"{rank.utilization:.0%}", f"{rank.peak_bytes / MIB:.0f}"
-        table.add_row(str(rank.rank), *times, *work)
+        table.add_row(
+            str(rank.rank),
+            f"{1000 * rank.busy:.2f}",
+            f"{1000 * rank.phases['exchange']:.2f}",
+            f"{rank.flops / 1e9:.2f}",
+            f"{rank.utilization:.0%}",
+            f"{rank.peak_bytes / MIB:.0f}",
+        )
     return table
 
 

@@ -212,7 +212,8 @@ class ProofRuns:
         folder = self.folder / variant.name
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
-        recipe, processes = variant.recipe(self.recipe, folder, steps=self.steps), variant.processes
+        recipe = variant.recipe(self.recipe, folder, steps=self.steps)
+        processes = variant.processes
         trial = trials.run(recipe, folder, task="prove", request=variant.request, processes=processes, poll=poll)
         return trial.code, ProofRun(folder=folder, output=trial.output, peak_bytes=trial.peak_bytes)
 

@@ -162,7 +162,7 @@ def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
 
 
 def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> tuple[float, int]:
-    """Train on some processes, without evaluations -> samples per second, and the peak memory of all together."""
+    """Train on some processes; save and evaluate at the end only -> samples per second, and the peak memory of all."""
     folder.mkdir()
     sections = trials.without_interruptions(recipe, folder / "run", steps=WARM_UP + options.steps)
     sections["train"]["global_batch"] = _global_batch(recipe, options, size)
@@ -174,9 +174,9 @@ def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) 
 
 def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
     """Return notes that a reader needs to interpret the figures."""
-    notes = ["Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."]
-    if options.is_weak:
-        notes = ["Weak scaling: the global batch grows with the processes; each does the same work at any number."]
+    strong = "Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."
+    weak = "Weak scaling: the global batch grows with the processes; each does the same work at any number."
+    notes = [weak if options.is_weak else strong]
     shared = [size for size in options.world_sizes if size * recipe.run.threads > cores()]
     if shared and device_of(World()).type == "cpu":
         what = f"{cores()} cores are shared by {processes_text(min(shared))} and more"

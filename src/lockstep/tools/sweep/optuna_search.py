@@ -51,12 +51,12 @@ def _study(sweep: Sweep, *, seed: int) -> optuna.Study:
         pruner=optuna.pruners.MedianPruner(),
     )
     for each in sweep.ended:
-        values = [each.settings[key.key] for key in sweep.keys]
-        pairs = zip(sweep.keys, values, strict=True)
+        params = {key.key: each.settings[key.key] for key in sweep.keys}
+        params |= {key.key: override_text(params[key.key]) for key in sweep.keys if key.ends is None}
         trial = optuna.trial.create_trial(
             state=STATES[each.state],
             value=each.value if each.state == "finished" else None,
-            params={key.key: override_text(value) if key.ends is None else value for key, value in pairs},
+            params=params,
             distributions=_distributions(sweep.keys),
             intermediate_values={i: _number(sweep, measured.value) for i, measured in enumerate(each.evaluations)},
         )

@@ -51,6 +51,10 @@ class SweptKey(BaseModel):
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
+    def is_integer(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
     def is_log(self) -> bool:
         return self.ends is not None and 0 < LOG_FACTOR * self.ends[0] < self.ends[1]
 
@@ -146,5 +150,5 @@ def _draw(key: SweptKey, source: random.Random) -> Any:
 def rounded(key: SweptKey, number: float) -> int | float:
     """Round a number in a range to few digits, to an integer where both ends are."""
     assert key.low is not None and key.high is not None
-    is_integer = isinstance(key.low, int) and isinstance(key.high, int)
-    return min(max(round(number) if is_integer else float(f"{number:.{DIGITS}g}"), key.low), key.high)
+    near = round(number) if key.is_integer else float(f"{number:.{DIGITS}g}")
+    return min(max(near, key.low), key.high)

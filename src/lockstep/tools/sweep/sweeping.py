@@ -47,7 +47,10 @@ def run(plan: PlannedSweep, console: Console) -> int:
         trials, submits = Trials(plan=plan, console=console), plan.base.launch.SUBMITS
         try:
             with ended_by_sigterm():
-                (_run_jobs if submits else _run_here)(trials)
+                if submits:
+                    _run_jobs(trials)
+                else:
+                    _run_here(trials)
         except (KeyboardInterrupt, Interrupted) as error:
             what = str(error) or "interrupted"
             jobs = "; jobs that were submitted go on" if submits else ""

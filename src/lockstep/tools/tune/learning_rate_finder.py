@@ -107,7 +107,8 @@ def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
 
 
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
-    """Draw raw and smoothed loss over the learning rate, labelled `rate`, with the suggested and the lowest point."""
+    """Draw raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
+    `rate` labels the x axis."""
 
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(9, 5.4)
