@@ -297,8 +297,8 @@ def silence() -> None:
 class ProcessedModel(NetworkModel):
     """Model of what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
 
-    PROCESSOR: ClassVar[Callable[[str], Any]]
-    """Builds the processor from a folder."""
+    PROCESSOR: ClassVar[type[Any]]
+    """Class of the processor, built from a folder."""
 
     def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:
         super().__init__(network, spec)
