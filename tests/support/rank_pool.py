@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 import warnings
@@ -50,7 +51,8 @@ def _serve(pipe):
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
-        pipe.send(result)
+        # By value: tensors that are shared need a socket in the folder for temporary files, whose path may be too long.
+        pipe.send_bytes(pickle.dumps(result))
 
 
 def _threads(pid):
@@ -88,7 +90,7 @@ class Ranks:
             for rank in range(world):
                 if not self.workers[rank][1].poll(TIMEOUT_SECONDS):
                     pytest.fail(f"rank {rank} of {world} did not answer within {TIMEOUT_SECONDS} s")
-                results.append(self.workers[rank][1].recv())
+                results.append(pickle.loads(self.workers[rank][1].recv_bytes()))
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(results) if not good]
         assert not failed, "\n".join(failed)
         return [value for _, value in results]
