@@ -309,10 +309,7 @@ def test_what_a_cluster_cannot_run_is_said_in_one_sentence(ray, tmp_path):
     cases = {
         ("launch.nodes=4", "launch.join_timeout_seconds=5"): "the Ray cluster has 3 of 4 machines with 1 CPU, and got",
         (f"launch.python={bare}",): "a machine of the cluster has no package lockstep: install Lockstep",
-        (
-            "launch.nodes=3",
-            f"launch.python={partly}",
-        ): "a machine of the cluster has no package lockstep: install Lockstep",
+        ("launch.nodes=3", f"launch.python={partly}"): "a machine of the cluster has no package lockstep",
         (f"launch.python={other}",): "Version mismatch",
     }
     for program in (bare, partly, other):

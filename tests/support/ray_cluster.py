@@ -13,7 +13,7 @@ DAEMON = """\
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=3000 RAY_health_check_failure_threshold=3
-export RAY_gcs_rpc_server_reconnect_timeout_s=10 RAY_memory_monitor_refresh_ms=0 RAY_prestart_worker_first_driver=0 PYTHONDONTWRITEBYTECODE=1
+export RAY_gcs_rpc_server_reconnect_timeout_s=30 RAY_memory_monitor_refresh_ms=0 RAY_prestart_worker_first_driver=0 PYTHONDONTWRITEBYTECODE=1
 export HOME=/root OMP_NUM_THREADS=1
 case $1 in
 head) set -- --head --port=6379 --dashboard-host=0.0.0.0 --num-cpus=0 "--node-ip-address=$2" ;;
@@ -66,8 +66,7 @@ class RayCluster(Cluster):
 
     def preempt(self, node):
         """End a node's Ray in order, and, when its other processes have ended too, the node."""
-        python = [sys.executable, "-P", "-m"]
-        self.run(node, *python, "ray.scripts.scripts", "stop", "--grace-period", "20")
+        self.run(node, sys.executable, "-P", "-m", "ray.scripts.scripts", "stop", "--grace-period", "20")
         self._await("the end of launchers", lambda: not self.has_launcher(node))
         self.kill(node)
 
