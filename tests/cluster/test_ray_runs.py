@@ -34,8 +34,9 @@ def augment(sample):
     for step in (20, 60):
         while paused.is_at(HERE, step):
             time.sleep(0.05)
-    if (HERE / "slow").exists():
-        time.sleep(0.02)
+    for name, seconds in (("slow", 0.02), ("slower", 0.1)):
+        if (HERE / name).exists():
+            time.sleep(seconds)
     return sample
 """
 PAUSED = """
@@ -285,13 +286,13 @@ def test_the_head_is_lost(ray, tmp_path, plain):
     run = Run(ray, tmp_path, "launch.nodes=2", held=(20,))
     run.submit()
     run.is_held(20)
-    (tmp_path / "slow").touch()
+    (tmp_path / "slower").touch()
     run.goes_on(20)
     ray.lose_head()
     assert "stopped by a signal after step" in run.said
     ray.start_again()
     assert "is not known at" in run.lockstep("status", "runs/a").stdout
-    (tmp_path / "slow").unlink()
+    (tmp_path / "slower").unlink()
     run.submit()
     assert run.finished()["digest"] == plain
     assert "resumed after step" in run.said
