@@ -239,7 +239,7 @@ class OwnFilesSection(DataSection):
     incidental = DataSection.incidental | {"train", "test"}
 
     train: DataPath
-    """What to learn from: a folder with a folder for each class."""
+    """Training data: a folder with a folder for each class."""
     test: DataPath | None = None
     """Test data, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)

@@ -188,7 +188,7 @@ class TrainState:
         """Switch to evaluation mode and, if there is one, to the EMA of the weights; switch back afterwards."""
         self.module.eval()
         try:
-            with self.ema.in_place() if self.ema else nullcontext():
+            with nullcontext() if self.ema is None else self.ema.in_place():
                 yield
         finally:
             self.module.train()

@@ -15,7 +15,7 @@ class Config(ImageSection, OwnFilesSection):
     STARTER = {"data": {"train": "data/train.csv"}}
 
     train: DataPath
-    """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
+    """Training data: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
     text_column: str = "text"
     """The column of texts, in a table."""
     label_column: str = "label"

@@ -171,9 +171,8 @@ class ProofRuns:
         return self.run(f"{kind}-{processes}", processes, parallel=parallel)
 
     def kill(self, name: str, processes: int, *, every: int) -> tuple[int, int]:
-        """Run with a checkpoint every `every` steps, and kill the last rank in the middle of a step, two after the
-        first checkpoint, once that one is written (asynchronously) -> the killed process, and the steps of the newest
-        checkpoint.
+        """Run with a checkpoint every `every` steps, and kill the last rank in the middle of the second step after the
+        first one, once that is written (asynchronously). Returns the killed process, and the newest checkpoint's steps.
 
         Raises TrialFailed, also when the run ends in any other way than by the kill.
         """
