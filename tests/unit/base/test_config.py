@@ -94,7 +94,7 @@ WRONG = {
     "unknown sink": ("observe:\n  sinks: [progres]\n", ("c.yaml:2: observe.sinks: ", "did you mean 'progress'?")),
     "file missing": (
         "data:\n  kind: files\n",
-        ("c.yaml:1: data.train: is missing, but data.kind=files", "What to learn"),
+        ("c.yaml:1: data.train: is missing, but data.kind=files", "Training data: "),
     ),
     "model file missing": ("model:\n  kind: user\n", "c.yaml:1: model.file: is missing, but model.kind=user needs it"),
     "column missing": ("data:\n  kind: hub\n  name: x\n", ("c.yaml:1: data: ", "exactly one of text_column")),
