@@ -130,7 +130,7 @@ def test_no_circles():
 def test_hardly_anything_imports_by_name():
     """The plugin finder, and what imports ahead of workers or stands for a module that is imported later."""
     by_name = {m for m, p in MODULES.items() if re.search(r"importlib(?!\.metadata)", p.read_text())}
-    assert by_name == {"base.plugins", "launch.elastic.fork_server", "core.host.deferred_dynamo"}
+    assert by_name == {"base.plugins", "launch.elastic.fork_server", "core.host.deferred_imports"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_imports
 from lockstep.core.host.numa import bind_near
 from lockstep.core.host.signals import SignalWatch
 from lockstep.protocol import live_messages
@@ -68,7 +68,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    deferred_dynamo.install()
+    deferred_imports.install()
     options, world, signals = arguments(argv), World.from_environment(), SignalWatch(live_messages.ignored_signals())
     closed_output.tolerate_lost_reader()
     append_to_logs()

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from lockstep.base import storage, trust, user_code
 from lockstep.base.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.base.lifetime import end_with_parent
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_imports
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.core.numerics.word_tokens import joined
 from lockstep.inference.export.export_facts import ExportFacts
@@ -123,7 +123,7 @@ def open_model(task: ChunkTask, send: Callable[[Message], object]) -> "ChunkMode
     """Open the model with one thread for kernels and tokenizers, deterministic kernels on a GPU. Raises UserError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each process starts as many threads as there are cores
     fix_numerics(threads=1, exact=True)
-    deferred_dynamo.install()  # transformers imports it, unless it was preloaded
+    deferred_imports.install()  # transformers imports it, unless it was preloaded
     model = open_predictor(task.model, device=task.device, dtype=task.options.dtype, base=task.options.base)
     return ChunkModel(model=model, task=task, send=send)
 

@@ -28,7 +28,7 @@ import torch
 
 from lockstep.base import ctrl_c, lifetime
 from lockstep.base.errors import Interrupted
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_imports
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.protocol.live_messages import TERMINAL
 
@@ -218,7 +218,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
         _forget_script_folder()
-        deferred_dynamo.install()
+        deferred_imports.install()
         gc.disable()  # collections would take a sixth of the time of the imports
         for name in modules:
             with suppress(BaseException):  # the worker raises it again

@@ -1,4 +1,4 @@
-"""Training never imports torch's compiler by itself; whoever compiles gets the real one, with what torch excludes."""
+"""Training imports neither torch's compiler nor scipy.optimize; whoever asks for them gets the real packages."""
 
 import json
 import subprocess
@@ -19,9 +19,9 @@ COMPILED = """
 import sys
 import torch
 from torch import nn
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_imports
 
-deferred_dynamo.install()
+deferred_imports.install()
 layer = nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(layer.parameters())
 layer(torch.ones(1, 2)).sum().backward()
@@ -66,9 +66,9 @@ def test_training_does_not_import_it(tmp_path, kind):
 MARKED = """
 import sys
 import torch
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_imports
 
-deferred_dynamo.install()
+deferred_imports.install()
 import transformers.modeling_utils
 from transformers.integrations.eager_paged import eager_paged_attention_forward as excluded
 from transformers.masking_utils import TransformGetItemToIndex
@@ -85,6 +85,43 @@ assert marks > 1
 
 def test_transformers_does_not_import_it_and_what_it_marks_stays_marked():
     done = subprocess.run([sys.executable, "-c", MARKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+OPTIMIZED = """
+import sys
+from lockstep.core.host import deferred_imports
+
+deferred_imports.install()
+import torch
+from transformers.loss.loss_for_object_detection import linear_sum_assignment
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+assert "scipy.optimize._optimize" not in sys.modules
+USE
+assert sys.modules["scipy.optimize"].__file__.endswith("__init__.py")
+import scipy.optimize
+assert scipy.optimize.minimize(lambda x: (x - 3) ** 2, 0).x.round(3) == 3
+assert linear_sum_assignment(torch.tensor([[4, 1], [2, 3]]))[1].tolist() == [1, 0]
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "assert linear_sum_assignment([[4, 1], [2, 3]], maximize=True)[1].tolist() == [0, 1]",
+        *further(
+            "from scipy.optimize import minimize",
+            "from scipy import optimize; optimize.minimize",
+            "import scipy, scipy.optimize._linprog as submodule; assert submodule is scipy.optimize._linprog",
+            "from sklearn.datasets import load_digits; import scipy.optimize; scipy.optimize.minimize",
+        ),
+    ],
+)
+def test_losses_for_detection_do_not_import_scipy_before_they_are_used(use):
+    done = subprocess.run(
+        [sys.executable, "-c", OPTIMIZED.replace("USE", use)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
