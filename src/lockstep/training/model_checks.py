@@ -7,7 +7,7 @@ restored, so the check does not affect training. It takes less time than one for
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class ModelCheck:
     peer: int = 0
     """The rank to compare with; it runs the same part of the model."""
 
+    @cached_property
+    def described(self) -> dict[str, str]:
+        """Descriptions of modules by their names; only a finding needs them."""
+        return {**descriptions(self.model), LOSS: LOSS}
+
     def findings(self, micro_batch: MicroBatch, again: Batch) -> list[Finding] | None:
         """Return the same findings on every rank; None if the model cannot be run without gradients. `again` is the
         batch of the step's first shard, fetched once more by each rank."""
@@ -76,9 +81,8 @@ class ModelCheck:
         findings = [f for f in findings if f not in random[1:] and not (has_state and f.kind == "memory")]
         if random or column is not None:  # in a pipeline, the stages after the first only pass the difference on
             return findings
-        described = {**descriptions(self.model), LOSS: LOSS}
         differing = (first_difference(*in_common(first, ranks[peer][1])) for _, first, peer, *_ in ranks)
-        return findings + next(([other_ranks(described[name])] for name in differing if name is not None), [])
+        return findings + next(([other_ranks(self.described[name])] for name in differing if name is not None), [])
 
     def _run(self, micro_batch: MicroBatch) -> tuple[Passes | None, str | None]:
         """Run two passes and, if they differ, a third from the initial state; returns also the module whose outputs
@@ -160,17 +164,16 @@ class ModelCheck:
             reset()
 
     def _own_findings(self, passes: Passes, culprit: str | None) -> list[Finding]:
-        described = {**descriptions(self.model), LOSS: LOSS}
         findings = [
-            kept_outside(root, mark, described)
+            kept_outside(root, mark, self.described)
             for root, mark in passes.changed_state.items()
             if culprit is None or "enerator" in mark.kind  # other state may just hold the random numbers
         ]
         differing = first_difference(passes.first, passes.second)
         if culprit is not None:
-            findings.append(other_outputs(described[culprit], is_kept=False))
+            findings.append(other_outputs(self.described[culprit], is_kept=False))
         elif differing is not None and not findings:
-            findings.append(other_outputs(described[differing], is_kept=True))
+            findings.append(other_outputs(self.described[differing], is_kept=True))
         findings += [own_parameter(name) for name in passes.parameters]
         return findings + ([] if culprit == LOSS else passes.loss)
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 
@@ -167,9 +167,14 @@ def changed(before: Snapshot, after: Snapshot) -> dict[str, Mark]:
 def is_own(thing: Any) -> bool:
     """Return whether a class or function is from a user's file, not from an installed package."""
     if isinstance(thing, FunctionType):
-        return not os.path.realpath(thing.__code__.co_filename).startswith(INSTALLED)
+        return not _is_installed(thing.__code__.co_filename)
     functions = [value for value in vars(thing).values() if isinstance(value, FunctionType)]
     return bool(functions) and is_own(functions[0])
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return os.path.realpath(file).startswith(INSTALLED)
 
 
 def is_opaque(value: Any) -> bool:

@@ -6,7 +6,7 @@ s = step, v = shard. Hashes are of bytes, so they differ as soon as one bit does
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,11 @@ def class_of(module: nn.Module) -> type:
 
 def origin(module: nn.Module) -> str:
     """Return the name of a module's class, with file and line unless it is torch's."""
-    kind = class_of(module)
+    return _origin(class_of(module))
+
+
+@cache  # Python parses the whole file to find a class in it
+def _origin(kind: type) -> str:
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__}"
     try:
