@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from lockstep.base import closed_output, ctrl_c, hash_seed, loading_line
+from lockstep.base import closed_output, ctrl_c, hash_seed, loading
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
         hash_seed.fix()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
     closed_output.tolerate_lost_reader()
-    loading_line.arm()
+    loading.begin()
     from lockstep.base import lifetime  # noqa: PLC0415 (slow: Ctrl-C has to be handled before)
 
     lifetime.began = began

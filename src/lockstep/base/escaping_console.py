@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from lockstep.base import loading_line
+from lockstep.base import loading
 from lockstep.base.errors import printable
 
 
@@ -22,8 +22,8 @@ class EscapingConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does; a line of `loading_line` that is still due is cancelled."""
-        loading_line.disarm()
+        """Print as rich does; the command has loaded."""
+        loading.end()
         super().print(*objects, **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:

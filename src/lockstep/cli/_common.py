@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import platformdirs
 import typer
 
-from lockstep.base import ctrl_c, loading_line, remote_path, storage, user_code
+from lockstep.base import ctrl_c, loading, remote_path, storage, user_code
 from lockstep.base.errors import ConfigError, LaunchError, LockstepError, UserError, absence, printable
 from lockstep.base.escaping_console import EscapingConsole
 
@@ -116,6 +116,7 @@ def reports_errors(command: Callable[..., int | None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         with ctrl_c.raising():
             code = _exit_code(partial(command, *args, **kwargs))
+        loading.end()
         raise typer.Exit(code or 0)
 
     return run
@@ -141,8 +142,9 @@ def _exit_code(command: Callable[[], int | None]) -> int | None:
         try:
             _check_folders()
             return command()
-        finally:
-            loading_line.disarm()
+        except BaseException:
+            loading.end()
+            raise
     except LockstepError as error:
         typer.echo(str(error), err=True)
         return error.exit_code

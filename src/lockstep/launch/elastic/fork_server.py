@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from lockstep.base import ctrl_c, lifetime
+from lockstep.base import ctrl_c, lifetime, loading
 from lockstep.base.errors import Interrupted
 from lockstep.core.host import deferred_imports
 from lockstep.launch.launch_config import LaunchSection
@@ -227,6 +227,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
             finalizer.atexit = False  # no worker removes what all share
         gc.freeze()  # else the first collection in each worker would copy all of this memory
         gc.enable()
+        loading.end()
         launcher.send(None)
         _loop(launcher, is_background=is_background)
     except (EOFError, ConnectionError):

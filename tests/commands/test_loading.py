@@ -12,16 +12,35 @@ import pytest
 SCRIPT = """
 import sys
 import time
-from lockstep.base import loading_line
+from lockstep.base import loading
 from lockstep.base.escaping_console import EscapingConsole
 
-loading_line.arm()
+loading.begin()
 if "speaks" in sys.argv:
     EscapingConsole().print("first")
 time.sleep(1.2)
 EscapingConsole().print("done")
 """
 
+COLLECTIONS = """
+import gc
+from pathlib import Path
+from lockstep.base import loading
+from lockstep.base.escaping_console import EscapingConsole
+from lockstep.cli import _common
+
+default = gc.get_threshold()
+loading.begin()
+Path("lockstep.json").write_text("{}")
+_common.recorded(Path("."))  # checks of arguments do not end it
+assert gc.get_threshold()[0] == loading.OBJECTS
+EscapingConsole().print("first")
+assert gc.get_threshold() == default
+assert not gc.get_freeze_count()
+import atexit
+atexit._run_exitfuncs()
+assert gc.get_freeze_count()
+"""
 
 SLOW_MODEL = """
 import time
@@ -79,6 +98,10 @@ def test_only_silence_is_broken(arguments, words):
 def test_where_there_is_no_terminal_nothing_is_added():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30, check=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_no_garbage_is_collected_while_a_command_loads_and_when_it_ends(tmp_path):
+    assert piped("-c", COLLECTIONS, cwd=tmp_path) == "first\n"
 
 
 @pytest.mark.matrix
