@@ -69,6 +69,22 @@ def test_together_alone_and_without_a_cache(generator, monkeypatch):
     assert within == texts_of(generator, PROMPTS, replace(GREEDY, max_tokens=20))
 
 
+def test_a_text_that_grows_is_read_in_few_lengths():
+    """A processor's kernels are compiled, and kept, for each: 300 MiB and a second for 48 tokens of the small GPT."""
+    lengths = []
+
+    def forward(batch):
+        lengths.append(batch["input_ids"].shape[1])
+        return batch["input_ids"][..., None].float()
+
+    made = decoding.RecomputedDecoding(forward, 100, torch.device("cpu"))
+    made.join([[*range(20)], [1]])
+    for token in range(110):
+        made.read([token, token])
+        assert made.logits.tolist() == [[token], [token]]
+    assert [*dict.fromkeys(lengths)] == [32, 64, 96, 100]
+
+
 def test_rows_join_and_leave(generator):
     expected = texts_of(generator, PROMPTS, GREEDY)
     batch, rows = GeneratedBatch(generator), [generator.completion(prompt, GREEDY) for prompt in PROMPTS]

@@ -13,6 +13,8 @@ from lockstep.base.model_contracts import Cache, Forward, Model
 from lockstep.core.modules.outputs import logits_of
 from lockstep.models._documents import are_close
 
+ROUNDED = 32
+"""Rows are padded to multiples of it, since a processor's kernels are compiled, and kept, for each length."""
 KEPT = 3 / 4
 """Share of a full context that is read again; the rest is room for further tokens."""
 
@@ -42,7 +44,8 @@ class RecomputedDecoding:
         self._compute()
 
     def _compute(self) -> None:
-        length = max(map(len, self.rows))
+        longest = max(map(len, self.rows))
+        length = max(longest, min(-(-longest // ROUNDED) * ROUNDED, self.context))
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in self.rows], device=self.device)
         logits = logits_of(self.forward({"input_ids": tokens}))
         assert logits is not None
