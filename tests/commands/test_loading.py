@@ -37,6 +37,13 @@ assert gc.get_threshold()[0] == loading.OBJECTS
 EscapingConsole().print("first")
 assert gc.get_threshold() == default
 assert not gc.get_freeze_count()
+
+loading.begin()  # a launcher prints nothing itself
+from lockstep.launch.elastic import fork_server
+from lockstep.launch.launch_config import LaunchSection
+with fork_server.serving((), LaunchSection.model_construct(environment={}, debug=False), threads=1):
+    assert gc.get_threshold() == default
+
 import atexit
 atexit._run_exitfuncs()
 assert gc.get_freeze_count()

@@ -27,9 +27,14 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Cancel the line, as there is other output now, and collect garbage as Python does."""
-    gc.set_threshold(*_threshold)
+    """Cancel the line, as there is other output now, and resume collections."""
+    resume_collections()
     _disarm()
+
+
+def resume_collections() -> None:
+    """Collect garbage as Python does, though there was no output yet."""
+    gc.set_threshold(*_threshold)
 
 
 def _disarm() -> None:

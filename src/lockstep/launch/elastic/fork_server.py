@@ -83,6 +83,7 @@ def serving(modules: Sequence[str], section: LaunchSection, *, threads: int) -> 
 
     Must be called before this process starts threads.
     """
+    loading.resume_collections()  # a launcher lives for long, and leaves the output to the workers
     if refusal(modules, section, threads=threads):
         yield None
         return
@@ -227,7 +228,6 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
             finalizer.atexit = False  # no worker removes what all share
         gc.freeze()  # else the first collection in each worker would copy all of this memory
         gc.enable()
-        loading.end()
         launcher.send(None)
         _loop(launcher, is_background=is_background)
     except (EOFError, ConnectionError):
