@@ -17,7 +17,7 @@ import warm
 
 from lockstep.base import trust
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
 MOST_THREADS = 40
 """Threads of a process before it is replaced: those of Gloo's groups outlive some tests, and each wakes up 100 times a
 second, which took a third of the machine."""
