@@ -70,7 +70,7 @@ def test_together_alone_and_without_a_cache(generator, monkeypatch):
 
 
 def test_a_text_that_grows_is_read_in_few_lengths():
-    """A processor's kernels are compiled, and kept, for each: 300 MiB and a second for 48 tokens of the small GPT."""
+    """A processor's kernels are compiled, and kept, for each: 256 MiB for the 100 tokens of a small GPT in bf16."""
     lengths = []
 
     def forward(batch):

@@ -22,7 +22,7 @@ class EscapingConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does; the command has loaded."""
+        """Print as rich does, and end what `loading` began."""
         loading.end()
         super().print(*objects, **options)
 

@@ -1,5 +1,5 @@
-"""What holds while a command loads, before its first output: a line on the terminal, and no collections of garbage,
-which would take a fifth of the time. Imports nothing slow itself."""
+"""The line on the terminal while a command loads, before its first output, and the pause of garbage collection until
+then: collections would take a sixth of the time. Imports nothing slow itself."""
 
 import atexit
 import gc
@@ -17,9 +17,10 @@ _is_armed = [False]
 
 
 def begin() -> None:
-    """Write the line to stderr after SECONDS, where it is a terminal; a timer, since a thread would forbid forks."""
+    """Pause collections, and write the line to stderr after SECONDS, where it is a terminal; by a timer, since a thread
+    would forbid forks."""
     gc.set_threshold(OBJECTS, *_threshold[1:])
-    atexit.register(gc.freeze)  # else the interpreter ends with a search for garbage, of a second
+    atexit.register(gc.freeze)  # else the interpreter ends with a search for garbage, of up to a second
     if hasattr(signal, "setitimer") and sys.stderr.isatty():
         _is_armed[0] = True
         signal.signal(signal.SIGALRM, _write)
@@ -33,7 +34,7 @@ def end() -> None:
 
 
 def resume_collections() -> None:
-    """Collect garbage as Python does, though there was no output yet."""
+    """Collect garbage as Python does by default, though there was no output yet."""
     gc.set_threshold(*_threshold)
 
 

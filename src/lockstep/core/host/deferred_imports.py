@@ -40,15 +40,16 @@ class DeferredModule(ModuleType):
         return sys.modules.get(self.__name__) is not self
 
     def imported(self) -> ModuleType:
-        """Import the real package, unless it is."""
+        """Return the real package; import it if it is not yet."""
         if not self.is_imported():
             parent, _, name = self.__name__.rpartition(".")
-            del sys.modules[self.__name__], vars(sys.modules[parent])[name]
+            del sys.modules[self.__name__]
+            vars(sys.modules[parent]).pop(name, None)
             self.hand_over(import_module(self.__name__))
         return import_module(self.__name__)
 
     def hand_over(self, real: ModuleType) -> None:
-        """Repeat with the real package what was called before."""
+        """Repeat with the real package the calls that this one answered."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # as `inspect` asks every module
