@@ -267,7 +267,6 @@ def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, rank, 
 # ---- messages
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["fsdp", *further("pipeline", "ddp", "tensor")])
 def test_nothing_is_unpickled(tmp_path, kind):
     (tmp_path / "poem.txt").write_text("the rain in spain stays mainly in the plain\n" * 60)

@@ -26,8 +26,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=pytest.mark.core) if v.startswith("fp") else v for v in VARIANTS]
+)
 def test_one_digest_and_the_same_lines_on_any_number_of_processes(ranks, tmp_path, variant):
     config = VARIANTS[variant]
     found = {}
@@ -56,8 +57,7 @@ def uninterrupted(ranks, tmp_path_factory):
     return ranks(2, run_on_rank, config_in(folder, "whole", **EXTRA))[0], lines(folder, "whole")
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("stop_after", [1, 8, *further(4, 7, 11)])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=pytest.mark.core), 8, *further(4, 7, 11)])
 def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, uninterrupted, stop_after):
     whole, logged = uninterrupted
     message = ranks(2, run_on_rank, config_in(tmp_path, "parts", **EXTRA), "auto", stop_after)[0]
