@@ -1,20 +1,18 @@
 """Measures the bandwidth and latency of the collectives that training uses."""
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from lockstep.core.distributed.links import median_seconds
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.transport import transport
 
 ELEMENTS = 1 << 22
 """Number of elements of a message: 16 MiB, about a bucket."""
-ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +50,15 @@ def bandwidth(device: torch.device) -> Bandwidth:
         assert work is not None
         work.wait()
 
-    gather = _seconds(lambda: dist.all_gather_into_tensor(gathered, shard))
-    scatter = _seconds(lambda: dist.all_to_all_single(received[: len(gathered)], gathered))
+    seconds = partial(median_seconds, device=device)
+    gather = seconds(lambda: dist.all_gather_into_tensor(gathered, shard))
+    scatter = seconds(lambda: dist.all_to_all_single(received[: len(gathered)], gathered))
     whole_bytes, shard_bytes = whole.nbytes, shard.nbytes
     return Bandwidth(
         gather=shard_bytes * (size - 1) / gather,
         scatter=shard_bytes * (size - 1) / scatter,
-        exchange=whole_bytes / _seconds(lambda: wire.sum(0, slots, exchange)),
-        pair=whole_bytes / _seconds(lambda: send_to_next(whole, received)),
-        latency_seconds=_seconds(lambda: send_to_next(element, torch.empty_like(element))),
-        together_seconds=_seconds(lambda: dist.all_reduce(element)),
+        exchange=whole_bytes / seconds(lambda: wire.sum(0, slots, exchange)),
+        pair=whole_bytes / seconds(lambda: send_to_next(whole, received)),
+        latency_seconds=seconds(lambda: send_to_next(element, torch.empty_like(element))),
+        together_seconds=seconds(lambda: dist.all_reduce(element)),
     )
-
-
-def _seconds(task: Callable[[], object]) -> float:
-    """Return the median time of a collective on this rank, without the first round, which opens connections."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        task()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])

@@ -34,10 +34,10 @@ def collective_seconds(device: torch.device) -> dict[str, float]:
     floats = torch.zeros(BYTES // 4, device=device)
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
     return {
-        "barrier": _median(dist.barrier, device),
-        "broadcast": _median(lambda: dist.broadcast(tensor, 0), device),
-        "all-gather": _median(lambda: gather(gathered, tensor), device),
-        "all-reduce": _median(lambda: dist.all_reduce(floats), device),
+        "barrier": median_seconds(dist.barrier, device),
+        "broadcast": median_seconds(lambda: dist.broadcast(tensor, 0), device),
+        "all-gather": median_seconds(lambda: gather(gathered, tensor), device),
+        "all-reduce": median_seconds(lambda: dist.all_reduce(floats), device),
     }
 
 
@@ -91,7 +91,8 @@ def _messages(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return byte, large
 
 
-def _median(task: Callable[[], object], device: torch.device) -> float:
+def median_seconds(task: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a collective on this rank, without the first round, which opens connections."""
     task()
     seconds = []
     for _ in range(ROUNDS):
