@@ -173,11 +173,13 @@ class LaunchSection(PluginSection):
                 f"GPU{'s' if gpus > 1 else ''}: set launch.processes={gpus}, or to try several on one GPU, slowly, "
                 "launch.share_gpus=true"
             )
+        return self.processes_with(gpus=gpus, cores=cores(), threads=threads, shards=shards)
+
+    def processes_with(self, *, gpus: int | None, cores: int, threads: int, shards: int) -> int:
+        """Return the number of processes on a machine with so many GPUs or, without any, cores."""
         if self.processes != "auto":
             return self.processes
-        if gpus:
-            return gpus
-        return max(1, min(cores() // threads, -(-shards // self.max_nodes)))
+        return gpus or max(1, min(cores // threads, -(-shards // self.max_nodes)))
 
 
 class LiveLaunchSection(LaunchSection):

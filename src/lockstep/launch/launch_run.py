@@ -265,7 +265,8 @@ def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher |
         folder.mkdir(parents=True, exist_ok=True)
         if training is not None:
             run_paths.check_folder(folder)
-            _check_not_training(folder)
+            with locked(folder, f"{folder} is being trained by another process; choose another run.name"):
+                pass  # a second process would overwrite its logs
             _write_note(recipe, training)
         for file, text in (plan.files | {request.recipe: request.text}).items():
             file.parent.mkdir(exist_ok=True)
@@ -281,10 +282,11 @@ def _write_note(recipe: Recipe, launcher: Launcher) -> None:
         storage.write(recipe.folder / JOB, json.dumps({**facts, **note}))
 
 
-def _check_not_training(folder: Path) -> None:
-    """Raise LaunchError if another process trains this run: a second one would overwrite its logs."""
+@contextmanager
+def locked(folder: Path, message: str, *, seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a run or a sweep. Raises LaunchError with the message where another process keeps it."""
     try:
-        with FileLock(folder / ".lock", timeout=0):
-            return
+        with FileLock(folder / ".lock", timeout=seconds):
+            yield
     except Timeout:
-        raise LaunchError(f"{folder} is being trained by another process; choose another run.name") from None
+        raise LaunchError(message) from None

@@ -88,9 +88,3 @@ class Config(LiveLaunchSection):
         for key in extra.keys() - {"metadata", "spec"}:
             raise ValueError(f"a pod template has metadata and spec, not {key!r}: put it under spec")
         return extra
-
-    def processes_of_pod(self, threads: int, shards: int) -> int:
-        """Return the processes per pod. This is set at submission: a pod limited to 4 of 64 cores sees all 64."""
-        if self.processes != "auto":
-            return self.processes
-        return self.gpus or max(1, min(self.cpus // threads, -(-shards // self.max_nodes)))

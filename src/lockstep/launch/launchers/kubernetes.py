@@ -59,7 +59,10 @@ class Kubernetes:
         """Plan the manifest and the command that submits it. Raises LaunchError for more processes than GPUs, and for
         arguments that a restarted pod must not repeat."""
         section, file = self.config, request.folder / "kubernetes.yaml"
-        processes = section.processes_of_pod(self.threads, self.shards)
+        # at submission: a pod that is limited to 4 of 64 cores sees all 64
+        processes = section.processes_with(
+            gpus=section.gpus, cores=section.cpus, threads=self.threads, shards=self.shards
+        )
         if section.gpus and processes > section.gpus:
             raise LaunchError(
                 f"launch.processes={processes} but launch.gpus={section.gpus}: set launch.processes={section.gpus}"

@@ -82,7 +82,10 @@ class RayJobs:
 
     def plan(self, request: Request) -> Plan:
         """Plan the config as the machines see it, and the command that submits the job."""
-        sent, processes = request.folder / SENT, self._processes()
+        sent, cores = request.folder / SENT, self.config.cpus_of(self.threads)
+        processes = self.config.processes_with(
+            gpus=self.config.gpus, cores=cores, threads=self.threads, shards=self.shards
+        )
         plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.folder.name).strip("-._") or "run"
         self.job = f"{plain_name[:100]}-{secrets.token_hex(4)}"
         output = self.output({"job": self.job}, request.folder / "logs")
@@ -97,12 +100,6 @@ class RayJobs:
             environment=self.config.variables(threads=self.threads, logs=request.folder / "logs"),
             files={sent / request.recipe.name: self._sent_recipe(request, processes)},
         )
-
-    def _processes(self) -> int:
-        if self.config.processes != "auto":
-            return self.config.processes
-        own = self.config.cpus_of(self.threads) // self.threads
-        return self.config.gpus or max(1, min(own, -(-self.shards // self.config.max_nodes)))
 
     def _sent_recipe(self, request: Request, processes: int) -> str:
         """Return the config with the user's code at its place in the run's folder, and note which files that are."""

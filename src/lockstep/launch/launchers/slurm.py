@@ -310,6 +310,4 @@ def _container(config: Config, runs: Path) -> tuple[list[str], str]:
     return [], " ".join(["apptainer exec", *gpus, "--bind", *words, "lockstep"])
 
 
-def build(config: Config, *, threads: int, shards: int) -> Slurm:
-    """Build the launcher; `threads` is the number of threads of each process."""
-    return Slurm(config, threads=threads, shards=shards)
+build = Slurm

@@ -18,6 +18,7 @@ from lockstep.base.lifetime import Started
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.launch import launch_run
 from lockstep.observe.watch.run_state import LAUNCH, RunState
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trial_processes
@@ -25,7 +26,7 @@ from lockstep.tools.sweep import shared_steps
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
-from lockstep.tools.sweep.trial_training import Judge, LocalTraining, TrialJob, TrialTraining, locked
+from lockstep.tools.sweep.trial_training import Judge, LocalTraining, TrialJob, TrialTraining
 from lockstep.tools.trials import OUTPUT
 
 PICTURE = "sweep.svg"
@@ -41,7 +42,7 @@ def run(plan: PlannedSweep, console: Console) -> int:
     """Run what is left of a sweep and print all of it -> exit code: 0, or 1 where no trial has finished. Raises
     Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already."""
     sweep, folder = plan.sweep, plan.folder
-    with locked(folder, f"{folder} is run by another process; choose another --name"):
+    with launch_run.locked(folder, f"{folder} is run by another process; choose another --name"):
         before = f"; {len(sweep.ended)} of them ended before" if sweep.ended else ""
         console.print(f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}{before}", soft_wrap=True)
         trials, submits = Trials(plan=plan, console=console), plan.base.launch.SUBMITS

@@ -2,14 +2,12 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from lockstep.base import config, storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
@@ -23,7 +21,6 @@ from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.compare.run_evidence import DECIDED
 from lockstep.tools.sweep.sweep_state import Measured, SweepTrial
 
 LOOK_SECONDS = 0.5
@@ -36,16 +33,6 @@ MOST_FAILURES = 150
 """Number of times in a row that a scheduler may not answer: for 5 minutes and more."""
 Judge = Callable[[Sequence[Measured]], int | None]
 """Evaluations of a trial -> the index of the one that ends it early, None for none."""
-
-
-@contextmanager
-def locked(folder: Path, message: str, *, seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock of a sweep or a run. Raises LaunchError with the message where another process keeps it."""
-    try:
-        with FileLock(folder / ".lock", timeout=seconds):
-            yield
-    except Timeout:
-        raise LaunchError(message) from None
 
 
 @dataclass(kw_only=True)
@@ -67,7 +54,7 @@ class TrialTraining:
     @property
     def is_decided(self) -> bool:
         """Whether the run has ended and does not go on."""
-        return RunFolder(self.folder).summary().status in DECIDED
+        return run_control.has_finished(self.folder)
 
     def prepare_folder(self) -> None:
         try:
@@ -145,7 +132,7 @@ class LocalTraining(TrialTraining):
         grace = self.recipe.launch.grace_seconds + 2.0
         if self.folder.is_dir():  # the processes of a killed sweep save, and end by themselves
             held = f"{self.folder} is still being trained by another process: wait, or stop that"
-            with locked(self.folder, held, seconds=grace):
+            with launch_run.locked(self.folder, held, seconds=grace):
                 pass
         self.prepare_folder()
         reader, launcher, next_look = RunReader(self.folder), start(self.folder, self.trust), 0.0
