@@ -8,8 +8,8 @@ import secrets
 import shutil
 import stat
 import zipfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -30,11 +30,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write(path: Path, text: str | bytes) -> None:
-    """Replace a file atomically and sync it; a reader sees the old or the new contents, never a mixture."""
+    """Replace a file as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that replaces `path` at the end, atomically and synced, unless an error is raised; a reader sees the
+    old or the new contents, never a mixture."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from filelock import FileLock
 
+from lockstep.base import storage
 from lockstep.base.errors import DataError
 from lockstep.data import tables
 from lockstep.data.columns import MappedTexts, Place, rows_of
@@ -64,21 +63,14 @@ def _opened(file: Path) -> Any:
 
 def _copy(batches: Iterator[list[list[Any]]], file: Path, kind: LabelColumn, *, place: Place) -> None:
     """Check the texts and labels of a table, and write them."""
-    temporary, rows = file.with_name(f"{file.name}.tmp-{secrets.token_hex(4)}"), 0
-    try:
-        with temporary.open("wb") as out:
-            with pa.ipc.new_file(out, SCHEMA) as writer:
-                for texts, labels in batches:
-                    read = kind.read(labels, partial(_moved, place, rows))
-                    checked = kind.read_texts(texts, read, partial(_moved, place, rows))
-                    encoded = [text.encode("utf-8", "surrogatepass") for text in checked]
-                    writer.write_batch(pa.record_batch([encoded, [*map(json.dumps, read)]], schema=SCHEMA))
-                    rows += len(texts)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    rows = 0
+    with storage.replacing(file) as out, pa.ipc.new_file(out, SCHEMA) as writer:
+        for texts, labels in batches:
+            read = kind.read(labels, partial(_moved, place, rows))
+            checked = kind.read_texts(texts, read, partial(_moved, place, rows))
+            encoded = [text.encode("utf-8", "surrogatepass") for text in checked]
+            writer.write_batch(pa.record_batch([encoded, [*map(json.dumps, read)]], schema=SCHEMA))
+            rows += len(texts)
 
 
 def _moved(place: Place, first: int, number: int) -> str:

@@ -6,9 +6,7 @@ Not through `pyarrow.dataset.write_dataset`: it writes folders, cannot write JSO
 
 import json
 import math
-import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,16 +122,8 @@ def check(schema: pa.Schema, out: Path) -> None:
 
 def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     """Write the rows, and replace the file at the end. Raises OSError."""
-    temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        with temporary.open("wb") as file:
-            writer_of(out)(file, schema, _group(tables))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    storage.sync(out.parent)
+    with storage.replacing(out) as file:
+        writer_of(out)(file, schema, _group(tables))
 
 
 def _group(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
