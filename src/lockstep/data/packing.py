@@ -1,7 +1,6 @@
 """Join the tokens of all texts, and cut them into samples of the same length for language models."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -40,18 +39,10 @@ def is_begun(ends: np.ndarray) -> np.ndarray:
     return np.append(True, ends[:-1])  # noqa: FBT003 (a value)
 
 
-@runtime_checkable
-class Pieced(Protocol):
-    """A source of texts that may go on in the next one."""
-
-    ends: np.ndarray
-    """Whether each text ends a document, bool [n]."""
-
-
 def document_starts(tokens: Tokens) -> np.ndarray:
-    """Return the first token of each document, int64, in order."""
-    starts = tokens.offsets[:-1]
-    return starts[is_begun(tokens.source.ends)] if isinstance(tokens.source, Pieced) else starts
+    """Return the first token of each document, int64, in order; a source of pieces says which of them end one."""
+    starts, ends = tokens.offsets[:-1], getattr(tokens.source, "ends", None)
+    return starts if ends is None else starts[is_begun(ends)]
 
 
 class Windows:

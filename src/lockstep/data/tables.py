@@ -45,19 +45,18 @@ Check = Callable[[Sequence[str], object], None]
 def read_errors(path: Path) -> Iterator[None]:
     """Turn errors of the readers into a DataError that names the file."""
     try:
-        if path.is_file() and (_first_bytes(path, 2) in UTF_16):
-            raise ValueError("its text is UTF-16. Save it as UTF-8, for example with `iconv -f utf-16 -t utf-8`")
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(2) in UTF_16:
+                    raise ValueError(
+                        "its text is UTF-16. Save it as UTF-8, for example with `iconv -f utf-16 -t utf-8`"
+                    )
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
         form = path.suffix.lower()[1:] if path.is_file() else "a folder"
         is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
         repair = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
         raise DataError(f"{path} cannot be read as {form}: {error}{repair}") from error
-
-
-def _first_bytes(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
 
 
 def most_bytes(path: Path) -> int:

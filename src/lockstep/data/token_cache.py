@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -18,21 +18,6 @@ from lockstep.core.numerics.word_tokens import ids_of, spread
 
 CHUNK = 1024
 """Texts per chunk; a killed build loses at most one."""
-
-
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """A source with a fingerprint that takes less time than reading all of its texts."""
-
-    fingerprint: str
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """A source that knows the file and line of each of its texts."""
-
-    def place(self, index: int) -> str:
-        """Return the place of a text, such as "line 3 of chats.jsonl"."""
 
 
 class TextFault(DataError):
@@ -142,13 +127,15 @@ def chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
 
 
 def place_of(source: Source, index: int) -> str:
-    return source.place(index) if isinstance(source, Placed) else f"text {index}"
+    """Return where a text stands, such as "line 3 of chats.jsonl", if the source knows."""
+    place = getattr(source, "place", None)
+    return place(index) if place else f"text {index}"
 
 
 def fingerprint(source: Source) -> str:
-    """Return a hash that changes with any of the texts."""
-    if isinstance(source, Fingerprinted):
-        return source.fingerprint
+    """Return a hash that changes with any of the texts: the source's own, if it has one that takes less time."""
+    if (own := getattr(source, "fingerprint", None)) is not None:
+        return own
     digest = hashlib.sha256()
     for _, texts in chunks(source):
         for text in texts:

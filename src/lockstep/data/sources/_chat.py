@@ -77,7 +77,8 @@ def _chat(row: dict[str, Any], config: Config) -> tuple[list[Message], Any]:
             raise DataError("each answer is left out by 'train' or 'weight', so nothing is learned of it")
         raise DataError(f"no message has the role 'assistant', so nothing is learned of it (there is: {roles})")
     if config.turns == "last":
-        messages = [_not_learned(each) if number in learned[:-1] else each for number, each in enumerate(messages)]
+        for number in learned[:-1]:
+            messages[number] = {**messages[number], "train": False}
     return messages, tools_of(row.get("tools"))
 
 
@@ -91,7 +92,3 @@ def _unusual(messages: list[Message]) -> set[str]:
     for role in {each["role"] for each in messages if each.get("train") and each["role"] != ASSISTANT}:
         found.add(f"'train' in a message of the role {role!r}: only what the assistant says is learned")
     return found
-
-
-def _not_learned(message: Message) -> Message:
-    return {**message, "train": False}

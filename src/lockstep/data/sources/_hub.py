@@ -125,27 +125,16 @@ def _streamed(train: Any, data: Any, config: Config) -> Source:
     column, is_image = config.sample_column, config.modality == "image"
     sized = SizedImages(config, (image_of(row[column], config.name) for row in train)) if is_image else None
     spec = DataSpec(modality=config.modality, image_shape=sized.fit.shape if sized else None, **targets.described)
-    convert = _Rows(config, where, encode, sized=sized)
-    return DatasetSource(Stream(data, where, spec=spec, convert=convert), None, where)
 
-
-class _Rows:
-    """Turns rows into samples: texts, or images of one size where that is given."""
-
-    def __init__(self, config: Config, where: str, encode: Encode, *, sized: SizedImages | None) -> None:
-        self.config, self.where, self.encode, self.sized = config, where, encode, sized
-
-    def __call__(self, row: dict[str, Any], position: int) -> dict[str, Any]:
-        def place(_: int) -> str:
-            return f"sample {position} of {self.where}"
-
-        given, labels = row[self.config.sample_column], [row[self.config.label_column]]
-        label = self.encode(labels, place).values[0]
-        if self.sized is None:
-            (text,) = COLUMNS[self.config.labels].read_texts([given], labels, place)
+    def convert(row: dict[str, Any], position: int) -> dict[str, Any]:
+        place, given, labels = f"sample {position} of {where}", row[column], [row[config.label_column]]
+        label = encode(labels, lambda _: place).values[0]
+        if sized is None:
+            (text,) = COLUMNS[config.labels].read_texts([given], labels, lambda _: place)
             return {"text": text, "label": label}
-        where = place(0)
-        return {"image": self.sized.pixels(open_image(image_of(given, self.config.name), where), where), "label": label}
+        return {"image": sized.pixels(open_image(image_of(given, config.name), place), place), "label": label}
+
+    return DatasetSource(Stream(data, where, spec=spec, convert=convert), None, where)
 
 
 def _encoder(train: Any, config: Config) -> Encode:
