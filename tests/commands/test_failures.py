@@ -10,7 +10,8 @@ from running import family, left_of, lockstep, started, summary, wait_for_steps,
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.base.errors import HangDetected, PeerLost
-from lockstep.launch.elastic.failure import failure_of, oom_kills
+from lockstep.core.host.memory_meter import oom_kills
+from lockstep.launch.elastic.failure import failure_of
 
 FAULTY = """
 import ctypes

@@ -20,6 +20,8 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 """The files with a cgroup's limit and usage, and the field of memory.stat with reclaimable page cache."""
+CGROUP_KILLS = ("memory.oom_control", "memory.events")
+"""The files, of version 1 and 2, that count the processes killed in a cgroup."""
 SAMPLE_SECONDS = 0.002
 
 
@@ -124,28 +126,31 @@ def _reset_high_water_mark() -> bool:
     return False
 
 
+def oom_kills() -> int:
+    """Count the processes that the kernel has killed because memory ran out: on this machine, and in this cgroup, whose
+    kills not every machine counts."""
+    in_cgroup = (own / name for own, *_ in _own_cgroups(PROC, CGROUPS) for name in CGROUP_KILLS)
+    return sum(_field(file, "oom_kill") or 0 for file in (PROC / "vmstat", *in_cgroup))
+
+
 def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yield limit minus usage of each cgroup above this process, reclaimable page cache not counted as used."""
-    for folder, (limit, usage, inactive) in _cgroups(proc, cgroups):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
-            yield max(0, left + (_field(folder / "memory.stat", inactive) or 0))
+    for own, root, (limit, usage, inactive) in _own_cgroups(proc, cgroups):
+        for folder in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                yield max(0, left + (_field(folder / "memory.stat", inactive) or 0))
 
 
-def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of this process's cgroup and of its ancestors, with their file names. Inside a container the
-    path in /proc may be the host's: then only the root exists, and it is the container's own."""
+def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, Path, tuple[str, str, str]]]:
+    """Yield the folder of this process's cgroup, the root above it, and their file names. Inside a container the path
+    in /proc may be the host's: then only the root exists, and it is the container's own."""
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root, names = (cgroups / "memory", CGROUP_V1) if controllers else (cgroups, CGROUP_V2)
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                yield folder, names
-                if folder == root:
-                    break
+            if not controllers or "memory" in controllers.split(","):
+                root, names = (cgroups / "memory", CGROUP_V1) if controllers else (cgroups, CGROUP_V2)
+                yield root / path.lstrip("/"), root, names
 
 
 def _field(file: Path, name: str) -> int | None:

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.base import storage, user_code
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
 from lockstep.base.user_code import MARK
+from lockstep.core.host.memory_meter import oom_kills
 from lockstep.observe.diagnose.hang_watch import VERDICT
 
 TAIL_LINES = 20
@@ -35,7 +36,6 @@ SIGKILL = 9
 """Number of the signal, for which Windows has no name."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
 LESS_MEMORY = "lower train.micro_batch, or run fewer processes"
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,28 +159,3 @@ def _watchdog_report(logs: Path) -> list[str]:
         if verdict["rank"] != 0:
             return [str(verdict["text"])]
     return []
-
-
-def oom_kills() -> int:
-    """Count the processes that the kernel has killed because memory ran out: on this machine, and in this cgroup, whose
-    kills not every machine counts."""
-    counts = [_oom_count(Path("/proc/vmstat"))]
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        group = path.lstrip("/")
-        if "memory" in controllers:
-            counts.append(_oom_count(CGROUPS / "memory" / group / "memory.oom_control"))
-        elif not controllers:
-            counts.append(_oom_count(CGROUPS / group / "memory.events"))
-    return sum(counts)
-
-
-def _oom_count(file: Path) -> int:
-    return next((int(line.split()[1]) for line in _text(file).splitlines() if line.startswith("oom_kill ")), 0)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError:
-        return ""

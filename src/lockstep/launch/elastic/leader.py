@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.checkpoint.layout import MANIFEST, listed
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.worker_round import FAILED_SECONDS
@@ -259,10 +260,9 @@ def rotate_logs(logs: Path) -> None:
 def checkpoint_times(logs: Path) -> dict[str, float]:
     """Return name -> modification time of each complete checkpoint of the run that these logs belong to."""
     times = {}
-    for manifest in (logs.parent / "checkpoints").glob("step-*/manifest.json"):
-        with suppress(OSError):
-            if manifest.parent.name[len("step-") :].isdecimal():  # one that is still being written has a suffix
-                times[manifest.parent.name] = manifest.stat().st_mtime
+    for folder in listed(logs.parent / "checkpoints"):
+        with suppress(OSError):  # deleted meanwhile
+            times[folder.name] = (folder / MANIFEST).stat().st_mtime
     return times
 
 

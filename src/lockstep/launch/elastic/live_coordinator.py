@@ -59,9 +59,10 @@ class Coordinator:
         known = max((state.formation for state in machines.values()), key=lambda each: each.version)
         if known.version > self.formation.version:  # that of an earlier leader
             self.formation, self.losses = known, {}
+        has_failed = any(exit.code > 0 for _, exit in self._exits(machines))  # which ends the round
         if not self.formation.generation:
             self._form_first(machines, expected)
-        elif not (self.formation.is_over or self._has_failed(machines)):
+        elif not (self.formation.is_over or has_failed):
             self._note_losses(machines)
             self._form(machines)
         return self.formation
@@ -74,10 +75,6 @@ class Coordinator:
             members = tuple(name for number in expected for name in machines[number].workers)
             size = 1 if self.state_copies is None else max(1, len(members) // self.state_copies)
             self._change(generation=1, members=members, meeting=self.meeting, replica_size=size)
-
-    def _has_failed(self, machines: Mapping[int, MachineState]) -> bool:
-        """Return whether a member has ended with an error, which ends the round."""
-        return any(exit.code > 0 for _, exit in self._exits(machines))
 
     def _exits(self, machines: Mapping[int, MachineState]) -> Iterator[tuple[str, Exit]]:
         for name in self.formation.members:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.launch.elastic.failure import death, oom_kills
+from lockstep.core.host.memory_meter import oom_kills
+from lockstep.launch.elastic.failure import death
 from lockstep.launch.elastic.live_slots import Slot, in_whole_replicas, requested_size, resize
 from lockstep.launch.elastic.worker_processes import MachinePlace, WorkerGroupStart, WorkerProcess, WorkerProcesses
 from lockstep.launch.launch_config import LaunchSection
@@ -113,7 +114,9 @@ class LiveWorkers(WorkerProcesses):
         elif self.broken_since is None:
             self.broken_since = time.monotonic()
         if formation.is_training and not before.is_training:
-            self._start_spares()
+            for slot in self.slots:
+                if slot.is_spare:
+                    slot.schedule()
         self.notes.publish(formation)
         if is_new:
             self._note_members()
@@ -147,11 +150,6 @@ class LiveWorkers(WorkerProcesses):
         self._replace(slot)
         slot.is_closed = slot.is_closed or self.notes.has_left(worker.name)
         slot.schedule(has_failed=code > 0)
-
-    def _start_spares(self) -> None:
-        for slot in self.slots:
-            if slot.is_spare:
-                slot.schedule()
 
     def _replace(self, lost: Slot) -> None:
         """Have a spare take the place of a lost worker, whose restarted process becomes the next spare."""

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.base import ctrl_c, storage
 from lockstep.base.errors import LaunchError
 from lockstep.base.lifetime import Started
-from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
+from lockstep.core.host.memory_meter import oom_kills
+from lockstep.launch.elastic.failure import Failure, failure_of
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
 from lockstep.launch.elastic.output_pipe import OutputPipe
 from lockstep.protocol.environment import CPP_LOG_LEVEL, RUN_ID
