@@ -21,8 +21,6 @@ PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classifi
 """Names of objectives in transformers' pipelines; the others follow from the labels."""
 POSITIONS = ("position_embeddings", "embed_positions", "wpe", "positions_embed")
 """Attribute names of tables of learned positions."""
-MAX_NAMES = 3
-"""Weights named in a message."""
 
 
 class NetworkModel(ObjectiveModel):
@@ -273,17 +271,11 @@ def mismatches(loading: dict[str, Any], prefix: str = "") -> list[str]:
     missing, unexpected = (
         sorted(name for name in loading[key] if name.startswith(prefix)) for key in ("missing_keys", "unexpected_keys")
     )
-    notes = []
-    if missing:
-        notes.append(f"the checkpoint lacks {_listing(missing)}: they start at random and are trained")
-    if unexpected:
-        notes.append(f"the checkpoint has {_listing(unexpected)}, for which this model has no place: they are left out")
-    return notes
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(names[:MAX_NAMES])}{more} ({len(names)} weights)"
+    texts = (
+        ("the checkpoint lacks {}: they start at random and are trained", missing),
+        ("the checkpoint has {}, for which this model has no place: they are left out", unexpected),
+    )
+    return [text.format(f"{few(names)} ({len(names)} weights)") for text, names in texts if names]
 
 
 def silence() -> None:

@@ -1,7 +1,7 @@
 """Weights that a model starts with: from a run, an export, or a file of weights (model.init)."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,6 @@ OF_ADAPTERS = re.compile(r"\.(base_layer|(modules_to_save\.)?default)\.")
 """Parts of names that peft puts into a model with an adapter, some of which its files lack."""
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save a state dict beside other things."""
-MAX_NAMES = 3
-"""Weights named in a message."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}
     if not fitting:
         raise ConfigError(
-            f"model.init={path}: none of its {len(found)} weights fits the model: it has {_listing(found)}, "
-            f"the model {_listing(own)}" + "; set model.adapter as it was for this adapter" * is_adapter
+            f"model.init={path}: none of its {len(found)} weights fits the model: it has {few(found)}, "
+            f"the model {few(own)}" + "; set model.adapter as it was for this adapter" * is_adapter
         )
     with torch.no_grad():
         for name, value in fitting.items():
@@ -75,7 +73,7 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
         ("of another shape, so they start as without it", misshapen),
         ("in it, but not in the model", unexpected),
     ):
-        notes += [f"model.init: {what}: {_listing(names)}"] if names else []
+        notes += [f"model.init: {what}: {few(names)}"] if names else []
     if is_adapter:
         base = "an unknown model"
         with suppress(OSError, ValueError, AttributeError):  # a damaged file
@@ -84,8 +82,8 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
     before = _classes_at(path) or []
     if len(before) == len(classes) and before != [*classes]:  # a head of another size is not taken over
         notes.append(
-            f"model.init: it was trained on the classes {few(before, MAX_NAMES)}, and the data has "
-            f"{few(classes, MAX_NAMES)}: a head that was taken over gives each class what another has learned"
+            f"model.init: it was trained on the classes {few(before)}, and the data has "
+            f"{few(classes)}: a head that was taken over gives each class what another has learned"
         )
     return WarmStart(tuple(notes), digest(fitting))
 
@@ -109,12 +107,6 @@ def _is_of_a_run(path: Path) -> bool:
 
 def _size(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "one number"
-
-
-def _listing(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else ""
-    return ", ".join(listed[:MAX_NAMES]) + more
 
 
 def _match_names(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, str]:

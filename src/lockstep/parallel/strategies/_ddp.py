@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_async
 from lockstep.core.host import phases
@@ -90,8 +90,6 @@ ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 SYNCING = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
 """Name of DDP's argument, which was another before torch 2.13."""
 UNSYNCED: dict[str, Any] = {SYNCING: False}
-MOST_NAMED = 3
-"""Number of unused parameters that a message names."""
 
 
 class DataParallel(Replicated):
@@ -173,8 +171,7 @@ class DataParallel(Replicated):
         if self.num_reduced == self.trainable:
             return
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
-        what = f"some parameters took no part in the loss of a step ({', '.join(unused[:MOST_NAMED])}{more})"
+        what = f"some parameters took no part in the loss of a step ({few(unused)})"
         raise ModelError(f"{what}: set parallel.find_unused=true, or leave them out of the model")
 
     def sum_in_tree(self, bucket: dist.GradBucket) -> Future:
