@@ -134,6 +134,11 @@ def strategy(kind: str, **settings: Any) -> StrategySection:
     return section
 
 
+def strategy_of(recipe: Recipe, kind: str, **settings: Any) -> StrategySection:
+    """Return the settings of a strategy: the recipe's own if it is the recipe's strategy, else as `strategy` does."""
+    return recipe.parallel if recipe.parallel.kind == kind else strategy(kind, **settings)
+
+
 def varied(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]], *, parallel: StrategySection) -> Recipe:
     """Return the recipe with another strategy, without rechecks, and with some settings changed, by section."""
     sections = {**sections, "observe": {"recheck": None, **sections.get("observe", {})}}
@@ -159,6 +164,16 @@ def forking(recipe: Recipe, task: str) -> AbstractContextManager[None]:
     return trial_processes.forking(recipe, LAUNCHER, task=task)
 
 
+def written(recipe: Recipe, folder: Path, request: BaseModel | None, **launch: Any) -> tuple[str, str]:
+    """Write a recipe for processes on this machine, with these settings of their start, and the request of their task
+    -> the names of the files."""
+    local = plugins.find("launch.launchers", "local").Config(kind="local", **launch)
+    recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
+    storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
+    storage.write(request_file, to_json(request))
+    return str(recipe_file), str(request_file)
+
+
 def run(
     recipe: Recipe,
     folder: Path,
@@ -171,17 +186,9 @@ def run(
 ) -> TrialEnd:
     """Run a task (see run/tasks) in fresh processes to its end. The recipe, the request and the output are written to
     `folder`. `poll` is called every POLL_SECONDS, `report` with each stage that the task announces."""
-    local = plugins.find("launch.launchers", "local").Config(
-        kind="local",
-        processes=processes,
-        share_gpus=recipe.launch.share_gpus,
-        grace_seconds=GRACE_SECONDS,
-        max_restarts=0,
-    )
-    recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
-    storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
-    storage.write(request_file, to_json(request))
-    arguments = (str(recipe_file), str(processes), task, str(request_file), *trust.arguments())
+    settings = {"share_gpus": recipe.launch.share_gpus, "grace_seconds": GRACE_SECONDS, "max_restarts": 0}
+    recipe_file, request_file = written(recipe, folder, request, processes=processes, **settings)
+    arguments = (recipe_file, str(processes), task, request_file, *trust.arguments())
     known = 0
 
     def report_stages() -> None:

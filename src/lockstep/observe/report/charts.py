@@ -81,9 +81,9 @@ def table(chart: Chart, names: Sequence[str]) -> tuple[list[str], list[list[str]
     spread = {steps[round(i * (len(steps) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)}
     spread |= {step for each in chart.series if each.is_test for step in each.curve.steps[-TABLE_ROWS:]}
     values = [dict(zip(each.curve.steps, each.curve.values, strict=True)) for each in chart.series]
-    rows = [[f"{step:,}", *(_number(value.get(step)) for value in values)] for step in sorted(spread)]
+    rows = [[f"{step:,}", *(number(value.get(step)) for value in values)] for step in sorted(spread)]
     return headings, rows
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"

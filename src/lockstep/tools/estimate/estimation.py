@@ -21,8 +21,8 @@ from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, MachineMeasurements, measure, per_machine
-from lockstep.tools.estimate.process_measurement import section_of, shortened
-from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
+from lockstep.tools.estimate.process_measurement import shortened
+from lockstep.tools.trials import check_writable, prepared, processes_text, strategy_of, timed_lines
 
 MIB = 2**20
 LOG_WIDTH = 150
@@ -207,7 +207,7 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
 
 def predicted(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
     setting = Setting(
-        section=section_of(recipe, name),
+        section=strategy_of(recipe, name),
         shards=recipe.train.shards,
         is_exact=recipe.run.reproducibility == "exact",
         has_average=bool(recipe.train.ema),

@@ -33,13 +33,12 @@ from lockstep.parallel.embedding_rows import large_embeddings
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, profile_modules
 from lockstep.parallel.partition import PartitionedModel
-from lockstep.parallel.strategy_config import StrategySection
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.recipe import build
 from lockstep.recipe.components import requested_metrics
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import open_splits
-from lockstep.tools.trials import strategy
+from lockstep.tools.trials import strategy, strategy_of
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
@@ -303,7 +302,7 @@ def timed_strategies(
     """
     times = {}
     for name in sorted(names, key=lambda name: not plugins.find("parallel.strategies", name).Config.FILLS):
-        trial = shortened(recipe).model_copy(update={"parallel": section_of(recipe, name)})
+        trial = shortened(recipe).model_copy(update={"parallel": strategy_of(recipe, name)})
         report(f"steps with {name}")
         with suppress(LockstepError):  # its forecast says why
             times[name] = step_seconds(trial, world, device, seconds=seconds)
@@ -315,11 +314,6 @@ def shortened(recipe: Recipe) -> Recipe:
     train = recipe.train
     batch = min(train.global_batch, MOST_MICRO_BATCHES * train.micro_batch)
     return recipe.model_copy(update={"train": train.model_copy(update={"global_batch": batch})})
-
-
-def section_of(recipe: Recipe, name: str) -> StrategySection:
-    """Return the settings of a strategy: the recipe's own if it is the recipe's strategy."""
-    return recipe.parallel if recipe.parallel.kind == name else strategy(name)
 
 
 def step_seconds(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> float:

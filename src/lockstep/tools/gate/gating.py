@@ -10,6 +10,7 @@ from rich.console import Console
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.world import World
+from lockstep.checkpoint.layout import differences
 from lockstep.core.distributed import process_group
 from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe.recipe import Recipe
@@ -59,11 +60,8 @@ def check(golden: Golden, recipe: Recipe, *, within: int | None, console: Consol
 
 def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
     """Describe the settings, facts and files that have changed; long values are cut."""
-    pairs = {name: (before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())}
-    lines = {
-        name: f"  {name} has changed: {one!r} -> {other!r}" for name, (one, other) in pairs.items() if one != other
-    }
-    return [line if len(line) < MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..." for line in lines.values()]
+    lines = [f"  {name} has changed: {one!r} -> {other!r}" for name, one, other in differences(before, now)]
+    return [line if len(line) < MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..." for line in lines]
 
 
 def machine() -> dict[str, str]:

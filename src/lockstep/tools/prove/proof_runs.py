@@ -20,7 +20,7 @@ from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.prove.proof_table import NotShown
-from lockstep.tools.trials import TrialFailed, processes_text, strategy
+from lockstep.tools.trials import TrialFailed, processes_text, strategy, strategy_of
 
 CONTEXT_BYTES = 600 << 20
 """GPU memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
@@ -248,7 +248,7 @@ def section(recipe: Recipe, kind: str) -> StrategySection:
     used here, or where the recipe's strategy gives other weights than others do."""
     own = recipe.parallel
     try:
-        parallel = own if own.kind == kind else strategy(kind, **config_of(kind).FOR_ANY_MODEL)
+        parallel = strategy_of(recipe, kind, **config_of(kind).FOR_ANY_MODEL)
     except (ValueError, LockstepError) as error:  # such as a torch that is too old
         raise NotShown(str(error)) from None
     if own.breaks_reproducibility:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel
-from pydantic_core import to_json
 from rich.console import Console
 
-from lockstep.base import config, plugins, storage, trust
+from lockstep.base import storage, trust
 from lockstep.base.config import MANY
 from lockstep.base.errors import CheckpointError, ConfigError, NonFiniteLoss
 from lockstep.checkpoint import layout
@@ -74,7 +73,6 @@ class ReplayRequest(BaseModel):
         own = recipe.parallel.kind if recipe.parallel.MOST_PROCESSES is None else "ddp"
         kind = self.parallel or ("single" if self.processes == 1 else own)
         every = self.until if self.saves else None
-        section = recipe.parallel if kind == recipe.parallel.kind else trials.strategy(kind)
         sections: dict[str, dict[str, Any]] = {
             "run": {"dir": folder.parent, "name": folder.name},
             "train": {"stop_metric": None, "max_minutes": None},
@@ -83,18 +81,15 @@ class ReplayRequest(BaseModel):
         }
         if self.debugs:
             sections["observe"]["hang_seconds"] = float(MANY)
-        return trials.varied(recipe, sections, parallel=section.fitted(self.processes))
+        return trials.varied(recipe, sections, parallel=trials.strategy_of(recipe, kind).fitted(self.processes))
 
     def run(self, recipe: Recipe, folder: Path, report: Callable[[str], None], *, here: Here | None = None) -> TrialEnd:
         """Do it in processes of its own, or in this one."""
         recipe = self.recipe(recipe, folder)
         if here is None:
             return trials.run(recipe, folder, task="replay", request=self, processes=self.processes, report=report)
-        local = plugins.find("launch.launchers", "local").Config(kind="local", processes=1)
-        recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
-        storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
-        storage.write(request_file, to_json(self))
-        code = here([str(recipe_file), "--task", "replay", "--request", str(request_file), *trust.arguments()])
+        recipe_file, request_file = trials.written(recipe, folder, self, processes=1)
+        code = here([recipe_file, "--task", "replay", "--request", request_file, *trust.arguments()])
         return TrialEnd(code=code, output="", peak_bytes=0)
 
 

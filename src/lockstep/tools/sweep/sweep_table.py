@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lockstep.base.escaping_console import wide_console
 from lockstep.base.yaml_text import YamlDumper
+from lockstep.observe.report.charts import number
 from lockstep.observe.svg_figure import CHART, draw_svg
 from lockstep.tools.sweep.search_space import LOG_FACTOR, SweptKey, shown
 from lockstep.tools.sweep.sweep_plan import settings_text
@@ -72,10 +73,6 @@ def table(sweep: Sweep) -> Table:
             Text(": ".join(filter(None, [verdict, trial.note])), STYLES.get(verdict, "red")),
         )
     return made
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def config_lines(settings: dict[str, Any]) -> str:

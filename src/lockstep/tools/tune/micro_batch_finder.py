@@ -3,6 +3,7 @@
 G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -239,10 +240,5 @@ def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
     if best is None:
         return None
     between = [m for m in sizes if best < m < above] if above is not None else []
-    while between:
-        middle = len(between) // 2
-        if fits(between[middle]):
-            best, between = between[middle], between[middle + 1 :]
-        else:
-            between = between[:middle]
-    return best
+    too_large = bisect_left(between, 1, key=lambda m: int(not fits(m)))
+    return between[too_large - 1] if too_large else best
