@@ -25,7 +25,7 @@ from lockstep.core.host.loader_stacks import StackFiles
 from lockstep.data.bad_samples import Faults
 from lockstep.data.fetching import MicroBatchDataset
 from lockstep.data.sampler import ShardRequest
-from lockstep.data.torch_dataset import check_indexed
+from lockstep.data.torch_dataset import check_indexed, fetched
 
 PREFETCH = 4
 """Micro-batches that each worker process loads ahead."""
@@ -157,9 +157,7 @@ class Samples:
         return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        getitems = getattr(self.dataset, "__getitems__", None)
-        samples = [self.dataset[index] for index in indices] if getitems is None else getitems(list(indices))
-        return cast(Columns, self.together(samples))
+        return cast(Columns, self.together(fetched(self.dataset, indices)))
 
 
 class _MicroBatches(MicroBatchDataset):

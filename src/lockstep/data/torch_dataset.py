@@ -31,6 +31,12 @@ def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
     return lengths.astype(np.int64)
 
 
+def fetched(dataset: Any, indices: Sequence[int]) -> Any:
+    """Fetch samples as a DataLoader does: together where the data set can."""
+    getitems = getattr(dataset, "__getitems__", None)
+    return [dataset[index] for index in indices] if getitems is None else getitems(list(indices))
+
+
 class DatasetSource:
     """Any object with __len__ and __getitem__; `spec` is its own, or inferred from the first sample."""
 
@@ -63,10 +69,7 @@ class DatasetSource:
 
     def _fetch(self, indices: Sequence[int]) -> Any:
         """Fetch a list of samples, or a dict of columns if the data set's __getitems__ returns one."""
-        getitems = getattr(self.dataset, "__getitems__", None)
-        if getitems is None:
-            return [self.dataset[index] for index in indices]
-        samples = getitems(list(indices))
+        samples = fetched(self.dataset, indices)
         return samples if isinstance(samples, Mapping) else list(samples)
 
     def _inferred_spec(self) -> DataSpec:
