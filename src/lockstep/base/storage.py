@@ -47,7 +47,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = str(path)
+        if error.filename in (None, str(temporary)):  # not of a file that is read meanwhile
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
