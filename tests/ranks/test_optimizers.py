@@ -262,6 +262,47 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path):
     assert rates == [0.002] * 20 + [0.0002] * 20
 
 
+NOISY = """
+import numpy as np
+import torch
+
+
+class Langevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+def optimizer(module, options):
+    return Langevin(module.parameters(), lr=0.001)
+
+
+def schedule(step):
+    return np.random.uniform(0.5, 1)
+"""
+
+
+def test_random_numbers_of_an_optimizer_and_a_schedule_are_those_of_the_step(ranks, tmp_path):
+    """Not of the micro-batches that a process ran before; where processes hold other weights, they are refused."""
+    (tmp_path / "own.py").write_text(NOISY)
+    file = str(tmp_path / "own.py")
+    own = {"optim": {"kind": "user", "file": file}, "schedule": {"shape": "user", "file": file}}
+    config = CONFIG | own | {"train": {"steps": 3, "global_batch": 16, "micro_batch": 4}}
+    (alone,) = ranks(1, train_on_rank, config)
+    assert ranks(2, train_on_rank, config) == [alone] * 2
+    for said in ranks(2, refused_on_rank, config | {"parallel": {"kind": "pipeline"}}):
+        assert "Langevin draws random numbers" in said and "parallel.kind=ddp" in said
+
+
+def refused_on_rank(config):
+    with pytest.raises(ConfigError) as refusal:
+        train_on_rank(config)
+    return str(refusal.value)
+
+
 def test_the_first_part_of_a_name_may_be_left_out_where_nothing_has_the_whole():
     names = ["bert.encoder.weight", "bert.head.bias", "head.weight"]
     assert matching(["encoder"], names, setting="s") == {"bert.encoder.weight"}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import random
 import runpy
 import shutil
 import signal
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
-from own_loops import SIZES, Net, Points, halved, losses, trained
+from own_loops import SIZES, Net, Points, halved, losses, made, trained
 from places import ROOT, SUPPORT
 from torch.optim import lr_scheduler
 
@@ -62,6 +63,25 @@ def test_the_number_of_processes_changes_nothing(ranks, tmp_path, kind):
 
 def train_on_rank(folder, settings):
     return trained(folder, **settings)
+
+
+def test_random_numbers_outside_of_micro_batches_are_those_of_the_step(ranks, tmp_path):
+    """Drawn before a step, after it, and in an evaluation, which leaves no trace in them."""
+    (alone,) = ranks(1, draws, tmp_path / "1")
+    assert ranks(2, draws, tmp_path / "2") == [alone] * 2
+    assert len(set(alone[1:])) == 5
+
+
+def draws(folder):
+    _, _, loop = made(folder, steps=2, epochs=None)
+    drawn = []
+    for step in loop:
+        drawn.append(random.random())
+        for batch in step:
+            step.backward(losses(loop._model, batch) * np.random.rand())
+        noise = loop.evaluate(Points(1, 45), lambda batch: {"noise": torch.rand(len(batch["x"]))})
+        drawn.append(float(torch.rand(())))
+    return loop.digest, *drawn, noise["noise"]
 
 
 def test_processes_work_together(ranks, tmp_path):

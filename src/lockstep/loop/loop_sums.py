@@ -5,22 +5,28 @@ from functools import partial
 from typing import Any
 
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
-from lockstep.core.numerics.seeds import generators_restored
+from lockstep.core.numerics.seeds import generators_restored, seed_all, seed_of
 from lockstep.data.fingerprint import check_equal, contents_of
 from lockstep.data.loader import SampleLoader, Samples, one_by_one
 
 
-def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | int]:
-    """Return the sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
+def measured(
+    micro_batches: Iterable[MicroBatch], measure: Callable[[Any], Mapping[str, Any]]
+) -> dict[str, float | int]:
+    """Return the sums over all batches of all processes of what `measure` returns, which may draw random numbers. A
+    collective. Raises ModelError."""
     sums: dict[str, ExactSum] = {}
-    for batch in batches:
-        found = measure(batch)
-        if not isinstance(found, Mapping):
-            raise ModelError(f"measure(batch) returns a dict of numbers, not a {type(found).__name__}")
-        for name, values in found.items():
-            sums[name] = sums.get(name, ExactSum()) + exact_sum(values)
+    with generators_restored():
+        for micro_batch in micro_batches:
+            seed_all(seed_of("evaluation", micro_batch.shard))
+            found = measure(micro_batch.batch)
+            if not isinstance(found, Mapping):
+                raise ModelError(f"measure(batch) returns a dict of numbers, not a {type(found).__name__}")
+            for name, values in found.items():
+                sums[name] = sums.get(name, ExactSum()) + exact_sum(values)
     return world_sums(sums)
 
 

@@ -224,7 +224,7 @@ class Loop:
         own = [request for request in requests if not request.ghost]
         with self._evaluating():
             loader = SampleLoader(source, own, seed=self._settings.own.seed, **self._loading(0))
-            return measured((each.batch for each in loader), measure)
+            return measured(loader, measure)
 
     def save(self) -> None:
         """Save a checkpoint after the next step; what rank 0 asks for counts."""

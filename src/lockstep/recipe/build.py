@@ -203,7 +203,7 @@ def distribute(
             optimizer = optim.build_own(recipe.optim, module, recipe.model.code)
         else:
             optimizer = optim.build(recipe.optim, module, rules)
-        optim.initialise(module, optimizer)
+        optim.initialise(module, optimizer, is_split=len(strategy.copies) < dist.get_world_size())
     sizes = {"total_steps": total_steps, "global_batch": recipe.train.global_batch}
     return TrainState(
         strategy=strategy,

@@ -112,6 +112,7 @@ def stepping(run: Training) -> Iterator[list[MicroBatch]]:
     elif progress.settled < state.step:  # a process was lost before all was done that was due after the step
         _end_step(run, agreement)
     for micro_batches in () if progress.is_over else _loaded(run.steps(state.step)):
+        state.seed("start")  # a script draws before its micro-batches, too
         yield micro_batches
         assert run.outcome is not None
         run.unread.append((state.step, run.outcome))

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
 from lockstep.base.name_patterns import matching
+from lockstep.core.numerics.seeds import generators_restored, seed_all
 from lockstep.training.learning_rate import SCALE
+from lockstep.training.loss_checks import generator_states
 from lockstep.training.optim_config import GroupSection, OptimSection
 from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsaved_memory
 
@@ -199,17 +201,27 @@ def build_own(config: OptimSection, module: nn.Module, model_file: Path | None) 
     return optimizer
 
 
-def initialise(module: nn.Module, optimizer: Optimizer) -> None:
+def initialise(module: nn.Module, optimizer: Optimizer, *, is_split: bool = False) -> None:
     """Create the optimizer's state (moments, momentum) of every parameter before the first step.
 
     The first step would leave it out for unused parameters, and the fused SGD on a CPU would leave it uninitialised
-    when that step's fp16 gradients overflow. Raises ConfigError for state that a checkpoint would not hold.
+    when that step's fp16 gradients overflow. `is_split`: whether other ranks have other parameters, or parts of them.
+    Raises ConfigError for state that a checkpoint would not hold, and for random numbers where parameters are split.
     """
     give_zero_gradients(optimizer)
     for part in optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]:
         if type(part) not in CLASSES.values() or isinstance(part, torch.optim.SGD):
             refuse_unsaved_memory(part, _step_without_effect, saves_groups=False)
-            _step_without_effect(part)
+            with generators_restored():
+                seed_all(0)
+                before = generator_states()
+                _step_without_effect(part)
+                draws = generator_states() != before
+            if draws and is_split:
+                what = (
+                    f"{type(part).__name__} draws random numbers, and would draw others for other parts of the weights"
+                )
+                raise ConfigError(f"optim: {what}: it runs under parallel.kind=ddp and single only")
             continue
         create: Any = part._init_group  # type: ignore[attr-defined]  # each step of a class of torch.optim begins with it
         lists = len(inspect.signature(create).parameters) - 1

@@ -107,6 +107,11 @@ class TrainState:
     parent: Mapping[str, Any] | None = None
     """Checkpoint at which the run was forked: run, step, digest of the weights."""
 
+    def seed(self, place: str) -> None:
+        """Seed what is drawn at a place of the current step that is in no micro-batch."""
+        if self.randomness is not None:
+            self.randomness.between(self.step, place)
+
     def held_parameters(self) -> list[Tensor]:
         """Return the parameters that have a gradient, but are not trained yet."""
         if all(self.step >= first for first in self.held.values()):

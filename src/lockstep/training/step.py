@@ -94,6 +94,7 @@ def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_fin
 def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None, skip_non_finite: bool) -> Outcome:
     """Apply the gradients, without collectives unless the user's optimizer has some."""
     state.is_applying = True
+    state.seed("update")  # the user's optimizer or schedule may draw
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
         grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)

@@ -191,6 +191,10 @@ class Randomness:
         self._current.clear()
         seed_all(seed_of(self.seed, step, shard, -1))
 
+    def between(self, step: int, place: str) -> None:
+        """Seed what is drawn outside of micro-batches, alike on every process; `place`: where."""
+        seed_all(seed_of(self.seed, step, place))
+
     def _count_use(self, number: int, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
         use = self._current[number] = self._uses.setdefault(self.shard, _Uses()).begin(number)
         return training(use, *args, **kwargs)
