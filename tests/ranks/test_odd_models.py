@@ -110,6 +110,12 @@ class Network(nn.Module):
                 h = self.features(batch["x"])
                 step = torch.autograd.grad(self.head(h).square().mean(), self.head.weight, create_graph=self.training)[0]
             return h @ (self.head.weight - step).t()
+        if self.kind == "late module" and self.extra is None:
+            self.extra = nn.Linear(16, 16)
+        if self.kind == "late weight" and not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(16))
+        if self.kind.startswith("late"):
+            return self.head(self.features(batch["x"] * getattr(self, "late", 1) + (self.extra or torch.sin)(batch["x"])))
         h = batch["x"] if self.embedding is None else self.embedding(batch["ids"]) + 0
         outputs = self.head(self.features(h if h.ndim == 2 else h.sum(1)))
         if self.kind == "weight of a block":
@@ -192,6 +198,8 @@ REFUSED = {
     ("traced", "fsdp"): "ModelError: network.layers.1.0 is a torch.jit module",
     ("lazy", "fsdp"): "ModelError: network.layers.1.0.weight has no shape yet",
     ("lazy buffer", "single"): "ModelError: network.layers.1.1.running_mean has no shape yet",
+    ("late module", "ddp"): "ModelError: network.extra is made in the forward pass",
+    ("late weight", "fsdp"): "ModelError: network.late is made in the forward pass",
     ("wrapped", "ddp"): "ModelError: network.layers.1 is wrapped in DataParallel: use its .module",
     ("meta", "fsdp"): "ModelError: network.layers.0.0.weight is on the device meta",
 }

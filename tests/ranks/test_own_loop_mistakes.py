@@ -3,6 +3,7 @@
 import pathlib
 
 import torch
+import torch.nn.functional as F
 from own_loops import SIZES, Net, Points, losses, made, one_cycle, trained
 from torch import nn
 
@@ -153,6 +154,15 @@ def leaves_out_a_weight(folder):
     lockstep.Loop(model, torch.optim.SGD(model.body.parameters(), lr=0.1), Points(), folder=folder, **SIZES)
 
 
+def makes_a_layer_late(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            if not hasattr(model, "late"):
+                model.late = nn.Linear(2, 2)
+            step.backward(F.cross_entropy(model.late(model(batch["x"])), batch["y"], reduction="sum"))
+
+
 def takes_large_micro_batches(folder):
     made(folder, micro_batch=32)
 
@@ -202,6 +212,7 @@ MISTAKES = {
     gives_a_loader: "loader.dataset",
     gives_a_stream: "map-style",
     leaves_out_a_weight: "freeze them",
+    makes_a_layer_late: "is made in the forward pass",
     takes_large_micro_batches: "more than global_batch=24",
     takes_another_number: "precision='fp8'",
     changes_the_batch: "allow_drift=True",

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base import plugins
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, ModelError
 from lockstep.base.name_patterns import matching
+from lockstep.core.modules.weight_watch import made_late
 from lockstep.core.numerics.seeds import generators_restored, seed_all
 from lockstep.training.learning_rate import SCALE
 from lockstep.training.loss_checks import generator_states
@@ -133,6 +134,8 @@ def build(config: OptimSection, module: nn.Module, rules: Rules) -> Optimizer:
     members: dict[tuple[str, int], list[tuple[ParameterRule, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
+            if name not in rules:  # a strategy has run the model
+                raise ModelError(made_late(name))
             members.setdefault(rules[name].owner, []).append((rules[name], parameter))
     parts = [_of_one_kind(config, own) for own in members.values()]
     for part in parts:

@@ -22,6 +22,7 @@ from lockstep.core.distributed.collectives import all_gather_object, all_reduce_
 from lockstep.core.modules.buffers_in_order import BuffersInOrder
 from lockstep.core.modules.module_trace import origin
 from lockstep.core.modules.tracked_buffer import TrackedBuffer, restore
+from lockstep.core.modules.weight_watch import made_late
 from lockstep.core.numerics.batchnorm import is_synchronised
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
@@ -56,7 +57,25 @@ class BufferUpdates:
         """Buffers that the current step has set, until it is kept."""
         self.may_find_new = True
         """Whether a buffer may yet change for the first time, so that ranks agree on it; equal on every rank."""
+        self.owners = self._owners()
+        """Module of each parameter, by the parameter's name."""
         self._find_buffers(is_first=True)
+
+    def _owners(self) -> dict[str, nn.Module]:
+        """Return the modules of the parameters, by name; modules that are not among `modules` as a whole."""
+        known, found = {id(module) for module in self.modules.values()}, dict[str, nn.Module]()
+        for prefix, module in self.modules.items():
+            found |= {f"{prefix}.{key}": module for key, value in module._parameters.items() if value is not None}
+            for key, child in module._modules.items():
+                if child is not None and id(child) not in known and next(child.parameters(), None) is not None:
+                    found[f"{prefix}.{key}"] = child
+        return found
+
+    def _refuse_new_weights(self) -> None:
+        """Raise ModelError for a parameter, or a module with some, that a forward pass has made."""
+        for name, owner in self._owners().items():
+            if self.owners.get(name) is not owner:
+                raise ModelError(made_late(name.lstrip(".")))
 
     def _find_buffers(self, *, is_first: bool = False) -> None:
         """Find new buffers, as of the first forward pass. Raises ModelError where a checkpoint would hold them."""
@@ -79,6 +98,7 @@ class BufferUpdates:
     def start_step(self, all_reduce: AllReduce) -> None:
         """Remember the values at the start of the step."""
         if self.steps <= WATCHED_STEPS:
+            self._refuse_new_weights()
             self._find_buffers()
         elif self.steps % COMPARED_EVERY == 0:
             self._check_silent()

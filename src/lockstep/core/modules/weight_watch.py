@@ -95,3 +95,11 @@ def changed_weight(name: str) -> str:
         "weights (momentum encoder, target network, moving average) is declared in the model's file, `def "
         'averages(module): return {"copy": ("source", momentum)}`, and updated after each step of the optimizer'
     )
+
+
+def made_late(name: str) -> str:
+    """Return the message on a parameter, or a module with some, that came after the model was built."""
+    return (
+        f"{name} is made in the forward pass, and no optimizer trains it: make it in __init__, or run the model once "
+        "on a batch of zeros where it is built"
+    )
