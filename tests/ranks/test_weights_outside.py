@@ -131,6 +131,16 @@ def test_copies_follow_as_in_plain_pytorch(ranks):
             assert all(torch.equal(a[n], b[n]) for a, b in zip(alone, found, strict=True) for n in a), (kind, world)
 
 
+def test_a_copy_keeps_its_whole_numbers():
+    module = nn.ModuleDict({name: nn.Linear(2, 3) for name in ("online", "target")})
+    for part in module.values():
+        part.index = nn.Parameter(torch.tensor([123_456_789]), requires_grad=False)
+    assert [each.copy for each in averaged(module, {"target": ("online", 0.9)})] == [
+        "network.target.weight",
+        "network.target.bias",
+    ]
+
+
 @pytest.mark.parametrize(
     ("rules", "says"),
     [

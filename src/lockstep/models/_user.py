@@ -114,7 +114,8 @@ def averaged(network: nn.Module, rules: Any) -> tuple[Averaged, ...]:
     for copy, rule in dict(rules).items():
         if not isinstance(rule, tuple | list) or len(rule) not in (2, 3) or not 0 <= rule[1] <= 1:
             raise ModelError(f"averages(): {copy!r} needs (source, momentum) with a momentum of 0 to 1, not {rule!r}")
-        names = [name for name in parameters if f"{name}.".startswith(f"{copy}.")]
+        numbers = [name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()]
+        names = [name for name in numbers if f"{name}.".startswith(f"{copy}.")]
         pairs = {name: rule[0] + name.removeprefix(copy) for name in names}
         if not pairs:
             raise ModelError(f"averages(): there is no parameter and no module with parameters named {copy!r}")

@@ -25,7 +25,8 @@ class MovingAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        self.weights = dict(module.named_parameters())
+        # whole numbers, such as indices, stay as they are
+        self.weights = {name: p for name, p in module.named_parameters() if p.is_floating_point() or p.is_complex()}
         self.average = {name: p.detach().clone() for name, p in self.weights.items()}
         self._update = get_ema_multi_avg_fn(decay)
 

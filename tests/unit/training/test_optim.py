@@ -15,6 +15,7 @@ from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, set_learning_rate
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OptimSection, ScheduleSection, Shape
+from lockstep.training.state import MovingAverage
 
 
 def build(config, module):
@@ -296,3 +297,19 @@ def test_gradients_scaled_together_have_the_bits_of_each_alone(max_value):
     for grad, found in zip(grads, together, strict=True):
         alone = grad.mul(factor.to(grad.dtype)) + 0.0
         assert torch.equal(found, alone if max_value is None else alone.clamp(-max_value, max_value))
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_averages_leave_whole_numbers_as_they_are(place):
+    """Such as indices: after other parameters they ended the run, before them large ones were rounded."""
+    module = nn.Module()
+    for name in ("index", "weight") if place == "before" else ("weight", "index"):
+        value = torch.tensor([123_456_789]) if name == "index" else torch.ones(3)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=name == "weight"))
+    average = MovingAverage(module, 0.9)
+    with torch.no_grad():
+        module.weight.zero_()
+    average.update()
+    with average.in_place():
+        assert module.index.item() == 123_456_789
+        assert torch.equal(module.weight, torch.full((3,), 0.9))
