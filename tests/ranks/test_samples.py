@@ -104,6 +104,36 @@ def with_lengths(lengths):
     return dataset
 
 
+@pytest.mark.parametrize(
+    ("classes", "names"),
+    [
+        (np.array(["cat", "dog"]), ("cat", "dog")),
+        (range(2), ("0", "1")),
+        ({"dog": 1, "cat": 0}, ("cat", "dog")),
+        ({1: "dog", 0: "cat"}, ("cat", "dog")),
+    ],
+)
+def test_classes_may_be_named_in_several_ways(classes, names):
+    assert opened(Listed([(1, 1)] * 2, classes=classes)).spec.labels == names
+
+
+@pytest.mark.parametrize("classes", [3, "cat", {"cat", "dog"}, lambda: ["cat"], {"cat": 1, "dog": 2}, ["cat", "cat"]])
+def test_what_names_no_classes_is_told(classes):
+    with pytest.raises(DataError, match="in the order of"):
+        opened(Listed([(1, 1)] * 2, classes=classes))
+
+
+@pytest.mark.parametrize("labels", [3, "abc", (0, 1), ("a", "a"), {"a", "b"}])
+def test_a_description_with_other_things_than_names_is_told(labels):
+    with pytest.raises(DataError, match="different names"):
+        DataSpec(modality="any", labels=labels)
+
+
+def test_a_description_of_another_kind_is_told():
+    with pytest.raises(DataError, match="spec = DataSpec"):
+        opened(Listed([(1, 1)] * 2, lengths=None, spec={"labels": ("a", "b")}, __getitems__=None))
+
+
 def test_lengths_may_be_a_list():
     found = opened(with_lengths([3, 1])).lengths
     assert found.tolist() == [3, 1] and found.dtype == np.int64

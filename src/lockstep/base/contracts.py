@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from lockstep.base.errors import DataError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -63,7 +65,14 @@ class DataSpec:
     """Columns for which a "COLUMN_mask" is added, int64 [m, T]: 1 except where a row is padded."""
 
     def __post_init__(self) -> None:
-        """Pad the labels of tokens with -100, which cross-entropy ignores."""
+        """Check the names, and pad the labels of tokens with -100, which cross-entropy ignores. Raises DataError."""
+        for what, names in (("labels", self.labels), ("numbers", self.numbers)):
+            is_list = isinstance(names, tuple | list)
+            if not is_list or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+                raise DataError(
+                    f"DataSpec: {what}={names!r} is no tuple of different names: give one for each, in the order of "
+                    'their indices, such as ("cat", "dog")'
+                )
         if self.objective == "token_classification" and "label" not in self.pad:
             object.__setattr__(self, "pad", {**self.pad, "label": -100})
 

@@ -1,6 +1,6 @@
 """Adapter from a torch Dataset, map-style or iterable, to a Source."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class DatasetSource:
         while (names := getattr(dataset, "classes", None)) is None and hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         if names is not None:
-            return tuple(map(str, names))
+            return class_names(names, self.where)
         if not _is_class(label):
             return ()
         raise DataError(
@@ -104,12 +104,26 @@ class DatasetSource:
         )
 
 
+def class_names(classes: Any, where: str) -> tuple[str, ...]:
+    """Return the names of a data set's `classes`: a list, {index: name}, or {name: index}. Raises DataError."""
+    if isinstance(classes, Mapping):
+        is_numbered = all(isinstance(key, int) for key in classes)
+        by_index = dict(classes) if is_numbered else {index: name for name, index in classes.items()}
+        classes = [by_index.get(index) for index in range(len(classes))]
+    if isinstance(classes, str | set | frozenset) or not isinstance(classes, Iterable) or None in (found := [*classes]):
+        raise DataError(
+            f"{where} has an attribute `classes` that does not name its classes in the order of their indices: give a "
+            'list, such as ["cat", "dog"], or {"cat": 0, "dog": 1}, or call it something else'
+        )
+    return tuple(map(str, found))
+
+
 def as_source(dataset: Any, collate: Collate | None, where: str) -> Source:
     """Adapt what a user's `source` returned; a Source is returned unchanged. Raises DataError, naming `where`."""
     if is_iterable_only(dataset):
         return DatasetSource(Stream(dataset, where), collate, where)
-    is_source = all(hasattr(dataset, name) for name in ("__len__", "__getitems__", "spec", "lengths"))
-    if is_source and collate is None:
+    is_source = all(hasattr(dataset, name) for name in ("__len__", "__getitems__", "lengths"))
+    if is_source and isinstance(getattr(dataset, "spec", None), DataSpec) and collate is None:
         check_indexed(dataset, where)
         return dataset
     return DatasetSource(dataset, collate, where)
