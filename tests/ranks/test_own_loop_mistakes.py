@@ -182,6 +182,35 @@ def trains_twice_at_once(folder):
     del first
 
 
+def grouped(folder, *rates, **settings):
+    model = Net()
+    groups = [{"params": [p], "lr": rate} for p, rate in zip(model.heads[0].parameters(), rates, strict=False)]
+    rest = [p for p in model.parameters() if all(p is not group["params"][0] for group in groups)]
+    optimizer = torch.optim.SGD([*groups, {"params": rest}], lr=0.05)
+    return model, optimizer, lockstep.Loop(model, optimizer, Points(), folder=folder, **SIZES, **settings)
+
+
+def begins_with_groups(folder):
+    model, _, loop = grouped(folder, 0.1, 0.2)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+
+
+def goes_on_with_another_rate(folder):
+    begins_with_groups(folder)
+    try:
+        grouped(folder, 0.1, 0.4)
+    finally:
+        _, optimizer, _ = grouped(folder, 0.1, 0.4, allow_drift=True)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4, 0.05]
+
+
+def goes_on_with_fewer_groups(folder):
+    begins_with_groups(folder)
+    grouped(folder, 0.1, allow_drift=True)
+
+
 def goes_on_with_another_model(folder):
     trained(folder)
     lockstep.Loop(
@@ -217,5 +246,7 @@ MISTAKES = {
     takes_another_number: "precision='fp8'",
     changes_the_batch: "allow_drift=True",
     trains_twice_at_once: "another folder=...",
+    goes_on_with_another_rate: "optim.groups.1",
+    goes_on_with_fewer_groups: "had 3 groups of parameters, and has 2",
     goes_on_with_another_model: "another model",
 }

@@ -19,7 +19,7 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
 from lockstep.loop.loop_settings import LoopSettings
-from lockstep.loop.script_optimizer import ScriptOptimizer
+from lockstep.loop.script_optimizer import GROUPS, ScriptOptimizer
 from lockstep.observe.run_folder import LOOP, RECIPE, SUMMARY
 from lockstep.observe.run_history import RunHistory
 from lockstep.recipe import run_paths
@@ -83,7 +83,7 @@ class LoopFolder:
                 state,
                 self.checkpoints,
                 "auto",
-                numeric=NumericRecipe(self.numeric),
+                numeric=NumericRecipe(self.numeric, [name for name in self.numeric if name.startswith(GROUPS)]),
                 allow_drift=self.settings.allow_drift,
                 warn=self.warn,
                 prepare=lambda folder: optimizer.prepare(folder, layout.read_manifest(folder).progress[SCRIPT]),

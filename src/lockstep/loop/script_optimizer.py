@@ -1,6 +1,7 @@
 """State of a script's optimizer and scheduler besides tensors, as text for a checkpoint's manifest."""
 
 import base64
+import hashlib
 import io
 import json
 from functools import partial
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.errors import ConfigError, ModelError, few
+from lockstep.base.errors import CheckpointError, ConfigError, ModelError, few
 from lockstep.checkpoint import reader
 from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsaved_memory
 
 OPTIMIZER = "optimizer."
 """Prefix of the names of its tensors: see TrainState.tensors."""
+
+GROUPS = "optim.groups."
+"""Prefix of its parameter groups in the numeric recipe."""
 
 
 def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -38,6 +42,8 @@ class ScriptOptimizer:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
         self.check_parameters()
+        self.initial = self._options()
+        """Options of the parameter groups as the script has made them."""
         try:
             _unpacked(self.state())
         except Exception as error:
@@ -64,8 +70,12 @@ class ScriptOptimizer:
         """Take what `state` returned; tensors are loaded with those of the model."""
         memory = _unpacked(text)
         self.variables.update(memory.get("variables", {}))
-        for group, options in zip(self.optimizer.param_groups, memory["groups"], strict=True):
-            group.update(options)
+        began = memory.get("initial", self.initial)
+        for group, options, old, new in zip(
+            self.optimizer.param_groups, memory["groups"], began, self.initial, strict=True
+        ):
+            changed = {name for name in new if name in old and old[name] != new[name]}  # allow_drift
+            group.update({name: value for name, value in options.items() if name not in changed})
         parameters = {name: parameter for parameter, name in self.names.items()}
         for name, values in memory["values"].items():
             self.optimizer.state[parameters[name]].update(values)
@@ -76,6 +86,8 @@ class ScriptOptimizer:
         """Train the parameters that a checkpoint in a folder has trained, whose `state` was this text. Run one step if
         it has the optimizer's tensors, which makes those to load; the weights that the step changes are loaded, too."""
         memory = _unpacked(text)
+        if (before := len(memory["groups"])) != (now := len(self.optimizer.param_groups)):
+            raise CheckpointError(f"the optimizer had {before} groups of parameters, and has {now}: make it as it was")
         for parameter, name in self.names.items() if "trained" in memory else ():
             parameter.requires_grad_(name in memory["trained"])
         if not any(name.startswith(OPTIMIZER) for name in reader.contents(folder)):
@@ -95,7 +107,16 @@ class ScriptOptimizer:
                 settings[f"optim.{name}"] = json.loads(json.dumps(value))
             except TypeError:
                 continue
+        for number, (group, options) in enumerate(zip(self.optimizer.param_groups, self.initial, strict=True)):
+            own = {key: repr(value) for key, value in options.items() if value != self.optimizer.defaults.get(key)}
+            if len(self.initial) > 1:
+                members = "\n".join(self.names[parameter] for parameter in group["params"])
+                own["parameters"] = hashlib.sha256(members.encode()).hexdigest()[:8]
+            settings[f"{GROUPS}{number}"] = own
         return settings
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
 
     def _memory(self) -> dict[str, Any]:
         values = {
@@ -103,9 +124,8 @@ class ScriptOptimizer:
             for parameter, state in self.optimizer.state.items()
         }
         return {
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-            ],
+            "groups": self._options(),
+            "initial": self.initial,
             "values": {name: kept for name, kept in values.items() if kept},
             "trained": [name for parameter, name in self.names.items() if parameter.requires_grad],
             "stepped": [*values],
