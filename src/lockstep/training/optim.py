@@ -200,6 +200,7 @@ def build_own(config: OptimSection, module: nn.Module, model_file: Path | None) 
     if left := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
         raise ConfigError(f"optimizer() in {file} leaves out {left[0]}: give it all trained parameters, or freeze some")
     for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])  # also of one that is a tensor
         group[SCALE] = group["lr"] / config.lr
     return optimizer
 

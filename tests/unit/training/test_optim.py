@@ -9,6 +9,7 @@ import torch._dynamo  # the first optimizer imports it, which sets a variable: b
 from pydantic import ValidationError
 from torch import nn
 
+from lockstep.base import trust
 from lockstep.core.reduction import gradient_norm
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
@@ -313,3 +314,18 @@ def test_averages_leave_whole_numbers_as_they_are(place):
     with average.in_place():
         assert module.index.item() == 123_456_789
         assert torch.equal(module.weight, torch.full((3,), 0.9))
+
+
+def test_the_rate_of_an_own_optimizer_may_be_a_tensor(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n\ndef optimizer(module, options):\n"
+        "    return torch.optim.SGD(module.parameters(), lr=torch.tensor(0.02))\n"
+    )
+    trust.own(trust.code_with_imports(file))
+    module = nn.Linear(2, 1)
+    config = OptimSection(kind="user", file=file, lr=0.01)
+    optimizer = optim.build_own(config, module, None)
+    optim.initialise(module, optimizer)
+    set_learning_rate(optimizer, 0.005)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
