@@ -7,6 +7,7 @@ import pytest
 from running import lockstep, summary
 
 from lockstep.data.order import Order
+from lockstep.tools import fork
 
 SHORT = ["data.limit=200", "train.epochs=2", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
 KEPT = ["checkpoint.every_steps=1", "checkpoint.keep=50", "evaluate.every_epochs=null"]
@@ -46,3 +47,15 @@ def test_a_run_is_forked_and_forgets(tmp_path):
     assert "8 of 14 steps are run again" in verified.stdout and "steps 7 to 14: the same weights" in verified.stdout
     earlier = lockstep(tmp_path, "replay", "runs/b", "--step", "3")
     assert earlier.returncode == 2 and "was forked at" in earlier.stderr and "replay it there" in earlier.stderr
+
+
+@pytest.mark.parametrize(
+    "run, file, name", [("a", "bad rows (1).txt", "a-without-bad-rows-1"), ("b" * 198, "x", "b" * 198)]
+)
+def test_any_file_names_a_fork(tmp_path, run, file, name):
+    """What no run may be called is not taken from the file's name, nor more than fits."""
+    (tmp_path / run).mkdir()
+    (tmp_path / run / "recipe.yaml").write_text("data: {kind: digits}\n")
+    (tmp_path / file).write_text("3\n")
+    planned = {"at": None, "without": tmp_path / file, "from_start": True, "trusts": False}
+    assert fork.planned(tmp_path / run, [], **planned)[0].run.name.startswith(name)

@@ -274,12 +274,16 @@ def in_use(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=changed)})
 
 
+def name_part(file: Path) -> str:
+    """Return a part for a run's name, from that of a file."""
+    return re.sub(r"[^\w-]+", "-", file.stem).strip("-") or "run"
+
+
 def begun(recipe: Recipe, path: Path) -> Recipe:
     """Return the recipe with what the first start of a run decides, where its settings do not: its name, from the
     config file's and the time, and the date for chat templates."""
     if recipe.run.name is None:
-        stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "run"
-        name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        name = f"{name_part(path)}-{datetime.now():%Y%m%d-%H%M%S}"
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
     if recipe.data.CHATS and recipe.data.date is None:
         day = date.today()

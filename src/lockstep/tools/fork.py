@@ -41,8 +41,11 @@ def planned(
         what = f"on after step {layout.step_of(checkpoint)} of {root.parent}"
         if begins_at not in (None, layout.step_of(checkpoint)):
             what += f", whose newest checkpoint up to step {begins_at} this is"
-    suffix = f"without-{without.stem}" if without else f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
-    changes = {"name": recipe.run.name or f"{parent.run.name}-{suffix}", "parent": checkpoint}
+    suffix = (
+        f"without-{recipes.name_part(without)}" if without else f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
+    )
+    name = f"{parent.run.name}-{suffix}".encode()[: recipes.LONGEST_NAME].decode(errors="ignore")
+    changes = {"name": recipe.run.name or name, "parent": checkpoint}
     recipe = recipe.model_copy(update={"run": recipes.RunSection(**{**dict(recipe.run), **changes})})
     if RunFolder(recipe.folder).has_settings:
         raise ConfigError(f"{recipe.folder} is a run already: choose another --name, or go on with `lockstep train`")
