@@ -16,9 +16,11 @@ from members import further
 from running import lockstep
 from training_runs import run_on_rank
 
+from lockstep.base.errors import ConfigError
 from lockstep.checkpoint import layout
 from lockstep.data.order import Order
 from lockstep.recipe import recipe as recipes
+from lockstep.tools.replay import replaying
 
 MINE = '''
 import numpy as np
@@ -288,6 +290,12 @@ def test_a_bundle_opens_without_data_and_checkpoints(folder, tmp_path_factory):
     assert "the samples of the bundle do not fit its model (KeyError: " in replayed(empty, "three.replay", code=2)
     (empty / "three.replay").write_bytes(b"no archive")
     assert "three.replay is no bundle of lockstep replay --save" in replayed(empty, "three.replay", code=2)
+
+
+def test_a_folder_that_is_missing_is_told_before_a_bundle_is_run(tmp_path):
+    nowhere = {"out": tmp_path / "none", "overrides": (), "trusts": False, "here": None, "console": None}
+    with pytest.raises(ConfigError, match="--out .*none/replay.html: there is no folder"):
+        replaying.open_bundle(tmp_path / "one.replay", replaying.ReplayRequest(), **nowhere)
 
 
 def test_the_debugger_stops_in_the_users_forward(folder):

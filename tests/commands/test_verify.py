@@ -245,6 +245,15 @@ def test_signatures(run, tmp_path):
     assert verify(run, *quick, "--check", str(tmp_path / "mine.pub"))[0] == 1
 
 
+def test_a_key_that_cannot_sign_is_told_before_anything_is_run_again(tmp_path):
+    from lockstep.base.errors import ConfigError
+    from lockstep.tools.verify.verification import VerifyOptions, verify_run
+
+    missing = {"segments": 3, "seed": 0, "from_start": False, "sign": tmp_path / "none.pem", "check": None}
+    with pytest.raises(ConfigError, match="none.pem is no private Ed25519 key"):
+        verify_run(tmp_path, VerifyOptions(**missing, trusts=False), console=None)
+
+
 def test_without_the_package_that_signs(run, monkeypatch):
     from lockstep.base.errors import MissingExtra
     from lockstep.tools.verify import signing

@@ -235,7 +235,8 @@ def open_bundle(
     console: Console,
 ) -> int:
     """Run the shards of a bundle, and say whether every hash is the same; return 0, or 1 where one is not. Raises
-    DataError, UntrustedCode, TrialFailed."""
+    ConfigError, DataError, UntrustedCode, TrialFailed."""
+    trials.check_writable("--out", out / "replay.html")
     facts = replay_bundle.facts_of(file)
     with trials.temporary_folder("lockstep-replay-") as outer:
         (folder := outer / "bundle").mkdir()

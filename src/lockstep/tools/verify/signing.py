@@ -14,6 +14,11 @@ FILE = "signature.json"
 """File in a run's folder."""
 
 
+def check_key(file: Path) -> None:
+    """Raise ConfigError or MissingExtra, before the run is read, where a key cannot sign."""
+    _key(file, "private")
+
+
 def sign(run: Path, key: Path, chain: Sequence[Link]) -> None:
     """Sign the last checkpoint, which stands for all before it. Raises ConfigError, MissingExtra."""
     signed = asdict(chain[-1])
