@@ -10,7 +10,7 @@ from running import LONG, SHORT, lockstep, started, wait_for_steps, workers
 
 from lockstep.observe.report.charts import MOST_POINTS, shortened
 from lockstep.observe.report.goodput import goodput, starts
-from lockstep.observe.report.report_page import COLOURS
+from lockstep.observe.report.report_page import COLOURS, html
 from lockstep.observe.report.run_files import HistoryLine, LoggedCurve, read
 from lockstep.observe.report.timeline import timeline
 from lockstep.observe.run_history import RunHistory
@@ -151,6 +151,15 @@ def test_a_folder_that_is_no_run_and_files_that_are_broken(tmp_path):
     assert "<b>" not in page.replace("<b><bdi>", "")
     ran = lockstep(tmp_path, "report", "runs/r", "--out", str(tmp_path / "none" / "page.html"))
     assert ran.returncode == 2 and "name another file with --out" in ran.stderr
+
+
+def test_values_of_variables_are_not_shown(tmp_path):
+    """A page is given to others; a token may be among the variables, also of Ray."""
+    launch = "{kind: ray, environment: {HF_TOKEN: hf_secret}, runtime_env: {env_vars: {KEY: wb_secret}, pip: [peft]}}"
+    (tmp_path / "recipe.yaml").write_text(f"{CONFIG}launch: {launch}\n")
+    page = html([read(tmp_path)])
+    assert "launch.environment.HF_TOKEN" in page and "launch.runtime_env.env_vars.KEY" in page and "peft" in page
+    assert "hf_secret" not in page and "wb_secret" not in page
 
 
 def test_colours_of_curves_differ_for_all_eyes():

@@ -18,6 +18,8 @@ from lockstep.observe.run_lines import HISTORY, METRIC, SPIKE, Count, HistoryLin
 RECIPE, LOOP = "recipe.yaml", "loop.yaml"
 """Settings of a run from a config, and of a script's own loop (`lockstep.Loop`), in the sections of a config."""
 METRICS, HISTORY_FILE, SUMMARY = "metrics.jsonl", "history.jsonl", "summary.json"
+VARIABLES, HIDDEN = ("environment", "env_vars"), "***"
+"""Settings of launchers that are variables of the processes; what is shown in place of their values."""
 MOST_KEPT_BYTES = 128 << 20
 """Size limit of history.jsonl, without the lines about ranks."""
 
@@ -93,10 +95,16 @@ class RunFolder:
             raise ConfigError(f"{file} has no sections")
         return settings
 
+    def shown_settings(self) -> dict[str, Any]:
+        """Return the sections of the settings for others to see, without values of variables, which may be tokens.
+        Raises ConfigError."""
+        settings = self.settings()
+        return {**settings, "launch": _without_values(settings["launch"])} if "launch" in settings else settings
+
     def known_settings(self) -> dict[str, Any]:
-        """Return the sections of the settings; none where they cannot be read."""
+        """Return the settings for others to see; none where they cannot be read."""
         with suppress(ConfigError):
-            return self.settings()
+            return self.shown_settings()
         return {}
 
     def metric_lines(self) -> Iterator[MetricLine]:
@@ -149,6 +157,13 @@ class RunFolder:
             reason = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
         self.notes.append(f"{name} cannot be read: {reason}")
         return kind()
+
+
+def _without_values(value: Any, key: str = "") -> Any:
+    """Replace the values of VARIABLES in a section by HIDDEN."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: HIDDEN if key in VARIABLES else _without_values(each, name) for name, each in value.items()}
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -122,7 +122,7 @@ def test_jsonl_keeps_earlier_lines_byte_for_byte(tmp_path):
 def test_tensorboard_has_the_ranks_the_config_and_the_end(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tmp_path / "recipe.yaml").write_text("train: {steps: 20}\n")
+    (tmp_path / "recipe.yaml").write_text("train: {steps: 20}\nlaunch: {environment: {HF_TOKEN: hf_secret}}\n")
     sink = tensorboard.build(tmp_path)
     run(sink, tmp_path, range(1, 11))
     seconds = {**dict.fromkeys(PHASES, (0.0, 0.0)), "forward": (0.1, 0.3), "exchange": (0.2, 0.0)}
@@ -141,7 +141,8 @@ def test_tensorboard_has_the_ranks_the_config_and_the_end(tmp_path):
     texts = {
         tag: accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in accumulator.Tags()["tensors"]
     }
-    assert texts["config/text_summary"] == "    train: {steps: 20}\n"
+    text = "train:\n  steps: 20\nlaunch:\n  environment:\n    HF_TOKEN: '***'\n"
+    assert texts["config/text_summary"] == tensorboard.as_code(text)
     assert '"digest": "0123456789abcdef' in texts["end/text_summary"]
 
 

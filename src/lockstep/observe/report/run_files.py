@@ -71,7 +71,7 @@ def read(folder: Path) -> RunFiles:
     return RunFiles(
         name=folder.name,
         folder=folder,
-        settings=dict(flattened(run.settings())),
+        settings=dict(flattened(run.shown_settings())),
         curves=curves(run),
         history=run.history(),
         summary=run.summary(),

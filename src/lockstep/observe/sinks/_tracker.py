@@ -18,7 +18,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
-from lockstep.observe.run_folder import METRICS, RECIPE, SUMMARY, RunFolder
+from lockstep.observe.run_folder import HIDDEN, METRICS, RECIPE, SUMMARY, RunFolder, flattened
 
 NOTHING = (-1, 0)
 ARTIFACTS = (RECIPE, SUMMARY, METRICS)
@@ -49,7 +49,9 @@ class Tracker(ABC):
             self._send(event.step, 2, of_ranks(event.seconds, event.steps, event.gpus))
         elif isinstance(event, RunEnded):
             self.is_open = False
-            files = [self.folder / name for name in ARTIFACTS if (self.folder / name).is_file()]
+            has_hidden = HIDDEN in dict(flattened(RunFolder(self.folder).known_settings())).values()
+            names = [name for name in ARTIFACTS if name != RECIPE or not has_hidden]
+            files = [self.folder / name for name in names if (self.folder / name).is_file()]
             self.end(event.status, event.summary, files)
 
     def _start(self, event: RunStarted) -> None:

@@ -3,11 +3,11 @@
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.base import storage
+import yaml
+
 from lockstep.base.events import (
     CheckpointSaved,
     Evaluated,
@@ -20,6 +20,7 @@ from lockstep.base.events import (
     TextsGenerated,
 )
 from lockstep.base.templates import as_markdown
+from lockstep.base.yaml_text import YamlDumper
 from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import event_files
@@ -50,9 +51,9 @@ class TensorBoard:
             self.writer = event_files.opened(self.folder, purge_step=event.resumed_step + 1, flush_secs=10)
             self.world_size = event.world_size
             event_files.remove(self.folder, HYPERPARAMETERS)
-            with suppress(OSError, ValueError):
-                config = storage.read_regular(self.folder.parent / "recipe.yaml", storage.MOST_JSON_BYTES).decode()
-                self.writer.add_text("config", as_code(config), event.resumed_step)
+            settings = RunFolder(self.folder.parent).known_settings()
+            config = yaml.dump(settings, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
+            self.writer.add_text("config", as_code(config), event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
             self._write(event.step, tagged("train", {**event.values, "epoch": event.epoch}))
         elif isinstance(event, Evaluated):
