@@ -153,6 +153,13 @@ def test_a_folder_that_is_no_run_and_files_that_are_broken(tmp_path):
     assert ran.returncode == 2 and "name another file with --out" in ran.stderr
 
 
+def test_a_start_before_all_calendars(tmp_path):
+    """A clock that jumped, or somebody else's file."""
+    (tmp_path / "recipe.yaml").write_text(CONFIG)
+    (tmp_path / "history.jsonl").write_text('{"time": 1, "kind": "started", "step": 0, "seconds": 1e11}\n')
+    assert "started on 1 process" in html([read(tmp_path)])
+
+
 def test_values_of_variables_are_not_shown(tmp_path):
     """A page is given to others; a token may be among the variables, also of Ray."""
     launch = "{kind: ray, environment: {HF_TOKEN: hf_secret}, runtime_env: {env_vars: {KEY: wb_secret}, pip: [peft]}}"

@@ -85,7 +85,7 @@ def starts(history: Sequence[HistoryLine]) -> list[Start]:
             found[-1].append(line)
     all_starts = list[Start]()
     for each in found:
-        command = each[0].time - each[0].seconds
+        command = max(each[0].time - each[0].seconds, 0.0)  # no clock was before 1970
         is_restart = bool(all_starts) and command < all_starts[-1].ended
         all_starts.append(Start(lines=tuple(each), began=each[0].time if is_restart else command))
     return all_starts
