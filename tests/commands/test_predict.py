@@ -251,6 +251,27 @@ def test_rows_of_json_may_hold_anything(predict, texts_model):
     assert "g.jsonl has a column 'label' already" in said
 
 
+def test_values_of_any_type_are_written_or_refused_at_once(predict, texts_model):
+    """Not after hours of predicting, at the write of the output, again and again; NaN is none of JSON."""
+    only_parquet = {
+        "far": pa.array([10**9], pa.date32()),
+        "zone": pa.array([1], pa.timestamp("us", "No/Where")),
+        "deep": pa.array([[b"\xff"]]),
+    }
+    plain = {"nan": pa.array([[1.0, math.nan]]), "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))}
+    plain |= {"at": pa.array([[10**18 + 1]], pa.list_(pa.timestamp("ns")))}
+    for name, column in only_parquet.items():
+        parquet.write_table(pa.table({"text": ["a bank"], name: column}), "in.parquet")
+        predict(texts_model, "in.parquet", "--out", "out.parquet")
+        said = " ".join(predict(texts_model, "in.parquet", "--out", "out.jsonl", code=2).split())
+        assert f"column {name!r} of the input holds what .jsonl cannot hold" in said
+        assert not Path("out.jsonl.parts").exists()
+    parquet.write_table(pa.table({"text": ["a bank"], **plain}), "in.parquet")
+    predict(texts_model, "in.parquet", "--out", "out.jsonl")
+    row = json.loads(Path("out.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (row["nan"], row["map"], row["at"]) == ([1.0, None], [["a", 1]], ["2001-09-09 01:46:40.000000001"])
+
+
 @pytest.fixture
 def photos(tmp_path):
     """Real digits, some deep, a few more than a chunk holds; and what is no image."""

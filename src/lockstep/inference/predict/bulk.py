@@ -101,7 +101,7 @@ def _predict(source: PredictionInput, files: ChunkFiles, pool: WorkerPool, *, co
     options = pool.task.options
     pool.start_worker()  # it opens the model during the scan
     with console.status(f"reading {options.input}"):
-        scan = scan_input(source)
+        scan = scan_input(source, lambda rows: output_files.check_rows(rows, options.out))
     with console.status(f"opening {options.model}"):
         model = pool.model_facts()
     schema = _schema(scan, model, options)

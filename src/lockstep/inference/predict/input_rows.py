@@ -278,12 +278,14 @@ class InputScan:
             raise change
 
 
-def scan_input(source: PredictionInput) -> InputScan:
-    """Read the input. Raises DataError for an unreadable input, a row without a text, columns without a common type."""
+def scan_input(source: PredictionInput, check: Callable[[pa.Table], None] = lambda _: None) -> InputScan:
+    """Read the input. Raises DataError for an unreadable input, a row without a text, columns without a common type,
+    and what `check` raises for the rows of a chunk."""
     schemas: list[pa.Schema] = []
     chunks: list[Chunk] = []
     for number, table in enumerate(source.chunks()):
         _check_texts(table, number * CHUNK_ROWS, source)
+        check(table)
         schema = table.schema.remove_metadata()
         if schema not in schemas:
             schemas.append(schema)

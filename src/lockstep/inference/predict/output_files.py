@@ -4,6 +4,7 @@ CSV or JSON lines file, which appears when it is complete.
 Not through `pyarrow.dataset.write_dataset`: it writes folders, cannot write JSON lines, and does not sync.
 """
 
+import io
 import json
 import math
 import re
@@ -25,6 +26,8 @@ from lockstep.inference.predict.input_rows import ROW, Chunk
 
 FACTS, LOCK = "predicting.json", ".lock"
 OWN_FILES = re.compile(r"(\d{8}-[0-9a-f]{16}\.parquet|predicting\.json)(\.tmp-[0-9a-f]+)?|\.lock")
+DOUBTFUL = re.compile("date|time|duration|binary")
+"""Types, also in lists, of which some values can be written to Parquet only: the year 12000, zones that are unknown."""
 GROUP_BYTES = 1 << 26
 """Minimum size of the rows that are written at once: a row group of Parquet."""
 
@@ -120,6 +123,21 @@ def check(schema: pa.Schema, out: Path) -> None:
             )
 
 
+def check_rows(table: pa.Table, out: Path) -> None:
+    """Raise DataError for columns and values that the format cannot hold, such as a date that only Parquet knows."""
+    check(table.schema, out)
+    for field in () if out.suffix.lower() == ".parquet" else table.schema:
+        if DOUBTFUL.search(str(field.type)):
+            part = table.select([field.name])
+            try:
+                writer_of(out)(io.BytesIO(), part.schema, [part])
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                raise DataError(
+                    f"column {field.name!r} of the input holds what {out.suffix} cannot hold ({error}): write to "
+                    ".parquet, or leave the column out of the input"
+                ) from None
+
+
 def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     """Write the rows, and replace the file at the end. Raises OSError."""
     with storage.replacing(out) as file:
@@ -150,12 +168,20 @@ def _write_json_lines(file: IO[bytes], _: pa.Schema, tables: Iterable[pa.Table])
             for row in batch.to_pylist():
                 kept = json.loads(row.pop(ROW, "{}"))
                 values = kept | {name: _json_value(value) for name, value in row.items() if name not in kept}
-                file.write(f"{json.dumps(values, ensure_ascii=False, default=str)}\n".encode())
+                file.write(f"{json.dumps(values, ensure_ascii=False)}\n".encode())
 
 
 def _json_value(value: Any) -> Any:
-    """Return None for NaN and infinity, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Convert to types of JSON: None for NaN and infinity, texts for dates. Raises ValueError for bytes."""
+    if isinstance(value, dict):
+        return {name: _json_value(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(each) for each in value]
+    if isinstance(value, bytes):
+        raise ValueError("bytes")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 WRITERS: dict[str, Writer] = {
