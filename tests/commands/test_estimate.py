@@ -299,6 +299,8 @@ def test_processes_beyond_the_cores_share_them():
         (["--world", "1,two"], "--world 1,two: give numbers of processes"),
         (["--world", "0"], "--world 0: give numbers of processes"),
         (["--memory", "-3"], "--memory: -3e+09 is not more than 0"),
+        (["--memory", "inf"], "less than or equal to"),
+        (["--bandwidth", "nan"], "less than or equal to"),
         (["--bandwidth", "0"], "--bandwidth: 0 is not more than 0"),
         (["--json", "nowhere/e.json"], "there is no folder nowhere"),
         (["parallel.kind=dpp"], "did you mean 'ddp'"),

@@ -15,9 +15,11 @@ def command(
     overrides: Overrides = None,
     world: Annotated[str, typer.Option(help="Numbers of processes.")] = "1,2,4,8",
     memory: Annotated[
-        float | None, typer.Option(help="GB of a device; default: this machine's share, the GPU's.")
+        float | None, typer.Option(help="GB of a device; default: this machine's share, the GPU's.", max=1e9)
     ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="GB/s of the network; default: measured on loopback.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of the network; default: measured on loopback.", max=1e9)
+    ] = None,
     per_machine: Annotated[int | None, typer.Option(help="Processes of a machine; default: all on this one.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
     trust_code: TrustCode = False,

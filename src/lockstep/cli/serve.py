@@ -6,6 +6,9 @@ import typer
 
 from lockstep.cli._common import Base, DType, Trained, TrustCode, console, reports_errors
 
+LONGEST = 86_400
+"""Largest number of seconds of an option: a day. Timers of the event loop do not take infinity."""
+
 
 @reports_errors
 def command(
@@ -15,11 +18,15 @@ def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: DType = None,
     max_batch: Annotated[int, typer.Option(help="Most inputs predicted together.", min=1)] = 32,
-    max_wait_ms: Annotated[float, typer.Option(help="How long the first of a batch waits for others.", min=0)] = 0,
+    max_wait_ms: Annotated[
+        float, typer.Option(help="How long the first of a batch waits for others.", min=0, max=60_000)
+    ] = 0,
     queue: Annotated[int, typer.Option(help="Inputs that may wait; beyond: 503.", min=1)] = 1024,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request; beyond: 504.", min=0.1)] = 30,
-    max_body_mb: Annotated[float, typer.Option(help="Size of a request; beyond: 413.", min=0.001)] = 8,
-    drain: Annotated[float, typer.Option(help="Seconds to finish accepted requests after SIGTERM.", min=0)] = 20,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request; beyond: 504.", min=0.1, max=LONGEST)] = 30,
+    max_body_mb: Annotated[float, typer.Option(help="Size of a request; beyond: 413.", min=0.001, max=1 << 20)] = 8,
+    drain: Annotated[
+        float, typer.Option(help="Seconds to finish accepted requests after SIGTERM.", min=0, max=LONGEST)
+    ] = 20,
     api_key: Annotated[
         str | None, typer.Option(help="Required as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
     ] = None,
