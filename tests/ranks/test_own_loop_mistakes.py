@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from own_loops import SIZES, Net, Points, losses, made, one_cycle, trained
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import lockstep
 from lockstep.base.errors import LockstepError
@@ -83,6 +84,22 @@ def updates_by_itself(folder):
         for batch in step:
             step.backward(losses(model, batch))
             loop._state.optimizer.step()
+
+
+def clips_by_norm(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+            clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clips_values_after_the_step(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
 
 def leaves_a_step(folder):
@@ -231,6 +248,8 @@ MISTAKES = {
     runs_its_own_backward: "write step.backward(loss)",
     goes_backward_twice: "once for each micro-batch",
     updates_by_itself: "remove optimizer.step()",
+    clips_by_norm: "lockstep.Loop(clip=...)",
+    clips_values_after_the_step: "lockstep.Loop(clip=...)",
     leaves_a_step: "was left before the end",
     runs_steps_twice: "each step is run once",
     calls_the_model_between_steps: "in training mode outside",

@@ -5,10 +5,12 @@ Uses of the model or the optimizer in another place are detected before they cha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
@@ -21,6 +23,9 @@ MEAN = 1
 """PyTorch's number for reduction="mean", which its losses keep for their backward passes."""
 SUMS = ("Add", "Sub", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy")
 """Operations behind which a mean is still a mean."""
+CLIPPING = ("_get_total_norm", "_group_tensors_by_device_and_dtype")
+"""Functions of torch.nn.utils.clip_grad that clip_grad_norm_ and clip_grad_value_ call with the gradients, however a
+script has imported these."""
 Place = Literal["between", "micro-batch", "backward", "update"]
 """Position of the script: between two steps, in a micro-batch, in step.backward, in the update of the weights."""
 
@@ -38,11 +43,17 @@ class ScriptGuard:
         self.watched, self.trained = set[str](), trained_names(self.parameters)
         self.hooks: list[Any] = [model.register_forward_pre_hook(self._check_forward)]
         self.hooks.append(optimizer.register_step_pre_hook(self._check_update))
+        self.clipping = {name: getattr(clip_grad, name) for name in CLIPPING}
+        """Functions of torch in whose place it has put its own."""
+        for name, function in self.clipping.items():
+            setattr(clip_grad, name, partial(self._check_clipping, function))
         self._watch()
 
     def remove(self) -> None:
         while self.hooks:
             self.hooks.pop().remove()
+        for name, function in self.clipping.items():
+            setattr(clip_grad, name, function)
 
     @contextmanager
     def inside(self, place: Place) -> Iterator[None]:
@@ -98,6 +109,14 @@ class ScriptGuard:
     def _check_update(self, *_: Any) -> None:
         if self.place != "update":
             raise ModelError("remove optimizer.step(): the weights are updated at the end of `for ... in step`")
+
+    def _check_clipping(self, function: Callable[..., Any], gradients: Sequence[Any], /, *args: Any, **kw: Any) -> Any:
+        if not any(isinstance(each, Tensor) or each for each in gradients):  # which would be clipped by nobody
+            raise ModelError(
+                "remove the clipping of gradients, which finds none: those of all processes are added and clipped at "
+                "the end of `for ... in step`, with lockstep.Loop(clip=...)"
+            )
+        return function(gradients, *args, **kw)
 
 
 class OwnStep:
