@@ -109,6 +109,7 @@ def with_lengths(lengths):
     [
         (np.array(["cat", "dog"]), ("cat", "dog")),
         (range(2), ("0", "1")),
+        ("01", ("0", "1")),
         ({"dog": 1, "cat": 0}, ("cat", "dog")),
         ({1: "dog", 0: "cat"}, ("cat", "dog")),
     ],
@@ -117,7 +118,7 @@ def test_classes_may_be_named_in_several_ways(classes, names):
     assert opened(Listed([(1, 1)] * 2, classes=classes)).spec.labels == names
 
 
-@pytest.mark.parametrize("classes", [3, "cat", {"cat", "dog"}, lambda: ["cat"], {"cat": 1, "dog": 2}, ["cat", "cat"]])
+@pytest.mark.parametrize("classes", [3, {"cat", "dog"}, lambda: ["cat"], {"cat": 1, "dog": 2}, ["cat", "cat"]])
 def test_what_names_no_classes_is_told(classes):
     with pytest.raises(DataError, match="in the order of"):
         opened(Listed([(1, 1)] * 2, classes=classes))

@@ -105,12 +105,13 @@ class DatasetSource:
 
 
 def class_names(classes: Any, where: str) -> tuple[str, ...]:
-    """Return the names of a data set's `classes`: a list, {index: name}, or {name: index}. Raises DataError."""
+    """Return the names of a data set's `classes`: a list, a text of one character for each, {index: name}, or {name:
+    index}. Raises DataError."""
     if isinstance(classes, Mapping):
         is_numbered = all(isinstance(key, int) for key in classes)
         by_index = dict(classes) if is_numbered else {index: name for name, index in classes.items()}
         classes = [by_index.get(index) for index in range(len(classes))]
-    if isinstance(classes, str | set | frozenset) or not isinstance(classes, Iterable) or None in (found := [*classes]):
+    if isinstance(classes, set | frozenset) or not isinstance(classes, Iterable) or None in (found := [*classes]):
         raise DataError(
             f"{where} has an attribute `classes` that does not name its classes in the order of their indices: give a "
             'list, such as ["cat", "dog"], or {"cat": 0, "dog": 1}, or call it something else'
