@@ -65,6 +65,28 @@ def train_on_rank(folder, settings):
     return trained(folder, **settings)
 
 
+def test_a_rate_that_is_a_tensor_goes_on_where_it_was(ranks, tmp_path):
+    """A scheduler changes it in place, with what the loop has noted of its beginning."""
+    (whole,) = ranks(1, with_tensor_rate, tmp_path / "whole", None)
+    assert ranks(1, with_tensor_rate, tmp_path / "parts", 4) == ["cut"]
+    assert ranks(1, with_tensor_rate, tmp_path / "parts", None) == [whole]
+
+
+def with_tensor_rate(folder, cut_after):
+    lockstep.seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loop = lockstep.Loop(model, optimizer, Points(), folder=folder, scheduler=scheduler, save_steps=2, **SIZES)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        scheduler.step()
+        if step.number == cut_after:
+            return "cut"
+    return loop.digest, float(optimizer.param_groups[0]["lr"])
+
+
 def test_random_numbers_outside_of_micro_batches_are_those_of_the_step(ranks, tmp_path):
     """Drawn before a step, after it, and in an evaluation, which leaves no trace in them."""
     (alone,) = ranks(1, draws, tmp_path / "1")

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -42,7 +43,7 @@ class ScriptOptimizer:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
         self.check_parameters()
-        self.initial = self._options()
+        self.initial = deepcopy(self._options())  # a scheduler changes rates that are tensors in place
         """Options of the parameter groups as the script has made them."""
         try:
             _unpacked(self.state())
@@ -74,7 +75,7 @@ class ScriptOptimizer:
         for group, options, old, new in zip(
             self.optimizer.param_groups, memory["groups"], began, self.initial, strict=True
         ):
-            changed = {name for name in new if name in old and old[name] != new[name]}  # allow_drift
+            changed = {name for name in new if name in old and repr(old[name]) != repr(new[name])}  # allow_drift
             group.update({name: value for name, value in options.items() if name not in changed})
         parameters = {name: parameter for parameter, name in self.names.items()}
         for name, values in memory["values"].items():
@@ -108,7 +109,8 @@ class ScriptOptimizer:
             except TypeError:
                 continue
         for number, (group, options) in enumerate(zip(self.optimizer.param_groups, self.initial, strict=True)):
-            own = {key: repr(value) for key, value in options.items() if value != self.optimizer.defaults.get(key)}
+            plain = {key: repr(value) for key, value in self.optimizer.defaults.items()}
+            own = {key: repr(value) for key, value in options.items() if repr(value) != plain.get(key)}
             if len(self.initial) > 1:
                 members = "\n".join(self.names[parameter] for parameter in group["params"])
                 own["parameters"] = hashlib.sha256(members.encode()).hexdigest()[:8]
