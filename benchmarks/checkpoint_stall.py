@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 from networks import loopback, measured
 from reproducibility import MODELS, SHARDS, WideMLP, placed
 
@@ -39,10 +39,10 @@ from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
 
-def mlp200() -> tuple[dict, Model, list[Batch]]:
+def mlp200(precision: str) -> tuple[dict, Model, list[Batch]]:
     """200 million parameters, AdamW: 2.4 GB of weights and moments."""
     batches = [{"x": torch.randn(1, 10_000), "label": torch.randint(0, 10, (1,))} for _ in range(SHARDS)]
-    return {"train": {"precision": "bf16"}}, WideMLP(10_000), batches
+    return {"train": {"precision": precision}}, WideMLP(10_000), batches
 
 
 MODELS["mlp200"] = mlp200
@@ -70,10 +70,10 @@ def agreed(flag: bool) -> bool:  # noqa: FBT001
 class Rank:
     """One rank: its model, and what is measured."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, precision: str) -> None:
         self.state: TrainState
         self.micro_batches: list[MicroBatch]
-        self.state, (self.micro_batches) = placed(name, "exact")
+        self.state, (self.micro_batches) = placed(name, "exact", precision)
         self.writer = Writer(folder, shutil.rmtree)
         self.saving = Saving(writer=self.writer, state=self.state, manifest=self.manifest, bus=Bus())
         self.tensors: dict[str, Tensor] = self.state.tensors()
@@ -115,12 +115,12 @@ class Rank:
         return stall, save.result().seconds, steps
 
 
-def work(name: str, pairs: int, folder: Path) -> None:
+def work(name: str, pairs: int, folder: Path, *, precision: str) -> None:
     """One rank's part."""
     fix_numerics(threads=1, exact=True)
     world = World.from_environment()
     with process_group.opened(world, torch.device("cpu")):
-        rank = Rank(name, folder)
+        rank = Rank(name, folder, precision)
         for _ in range(3):
             rank.step()
         rank.waited_for()  # the first has its memory for the first time
@@ -158,15 +158,16 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the one for temporary files")
     parser.add_argument("--pairs", type=int, default=6)
+    add_precision(parser)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/checkpoint_stall.md")
     options = parser.parse_args()
     if options.work:
-        work(options.work, int(float(os.environ["PAIRS"])), Path(os.environ["FOLDER"]))
+        work(options.work, int(float(os.environ["PAIRS"])), Path(os.environ["FOLDER"]), precision=options.precision)
         return
     lines = [
-        f"Figures {measured_at()}.",
+        f"Figures {measured_at()}, {options.precision}.",
         "Medians. Share: stall of a save beside the steps / time of one that is waited for, of neighbouring saves.",
         "Beside: until a save beside the steps is written. Steps meanwhile: their time / that of steps without a save.",
         "",
@@ -178,7 +179,7 @@ def main() -> None:
         for world in options.worlds:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 os.environ.update({"PAIRS": str(options.pairs), "FOLDER": folder, **KEPT})
-                found = measured(__file__, name, loopback(world), seconds=400.0)
+                found = measured(__file__, name, loopback(world), seconds=400.0, precision=options.precision)
             lines.append(row(name, world, found))
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()

@@ -33,7 +33,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 from works import WORKS, Work, text_model, tokenizer
 
 from lockstep.base.lifetime import end_family
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--peers", type=Path, default=PEERS / ".venv" / "bin", help="their environment's bin folder")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    add_precision(parser)
     parser.add_argument("--at-least", type=float, help="the ratio to the tuned loop that Lockstep must reach")
     parser.add_argument("--out", type=Path, help="a file for the tables, such as benchmarks/results/compare.md")
     given = parser.parse_args()

@@ -1,5 +1,6 @@
 """The line that says when, on which machine and of which commit a benchmark's figures are."""
 
+import argparse
 import os
 import platform
 import subprocess
@@ -10,6 +11,12 @@ import psutil
 import torch
 
 from lockstep.core.distributed.process_group import device_model
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add the option of a benchmark whose trainings are in bf16 unless told otherwise."""
+    what = "of the trainings; products in bf16 are slower than in fp32 on a processor without instructions for them"
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help=what)
 
 
 def machine() -> str:

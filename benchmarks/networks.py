@@ -94,9 +94,9 @@ def _places(names: Sequence[str], ranks_each: int) -> list[Place]:
     ]
 
 
-def measured(script: str, name: str, places: Sequence[Place], *, seconds: float) -> Any:
-    """Start `script --work NAME --seconds SECONDS` as a rank at each place; the JSON of rank 0's last line."""
-    command = [sys.executable, script, "--work", name, "--seconds", str(seconds)]
+def measured(script: str, name: str, places: Sequence[Place], *, seconds: float, precision: str) -> Any:
+    """Start `script --work NAME` as a rank at each place; return the JSON of rank 0's last line."""
+    command = [sys.executable, script, "--work", name, "--seconds", str(seconds), "--precision", precision]
     ranks = [
         subprocess.Popen(
             [*place.prefix, *command],

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 
 from lockstep.core.host import phases
 
@@ -130,10 +130,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=5)
+    add_precision(parser)
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/observing.md")
     options = parser.parse_args()
     lines = [
-        f"Figures {measured_at()}.",
+        f"Figures {measured_at()}, {options.precision}.",
         "ms of a step, medians; ratio: default / least of the same round, median, and lowest to highest.",
         "Then µs of a step by the clock of rank 0: events (with waiting for the files), figures of the ranks (with",
         "waiting for the others), switches between phases; and their sum as a share of the step. Of "
@@ -144,7 +145,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as made:
         data = f"data: {{kind: mnist, root: {options.data.absolute()}}}"
-        Path(made, "c.yaml").write_text(f"{data}\nmodel: {{kind: cnn}}\ntrain: {{precision: bf16}}\n")
+        Path(made, "c.yaml").write_text(f"{data}\nmodel: {{kind: cnn}}\ntrain: {{precision: {options.precision}}}\n")
         lines += [row(work, Path(made), options.rounds) for work in options.works]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.out:

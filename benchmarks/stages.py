@@ -4,9 +4,9 @@
 
 FOLDER holds mnist/. The stages: a plain PyTorch loop, the same with DataParallel (where there are two GPUs), Lockstep
 on one process, on two with ddp and with fsdp, and on two "nodes" of one process each, which are both on this machine
-and meet at a rendezvous as two machines do. All train G = 128 in bf16; Lockstep with micro-batches of 64. One round
-runs each once, in turns; a ratio is to the plain loop of the same round. Memory is the peak of rank 0 up to the last
-step, in the host's memory. Run nothing else beside it.
+and meet at a rendezvous as two machines do. All train G = 128; Lockstep with micro-batches of 64. One round runs each
+once, in turns; a ratio is to the plain loop of the same round. Memory is the peak of rank 0 up to the last step, in the
+host's memory. Run nothing else beside it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from compare import Setting, lockstep, middle, peak_of
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 from meter import Meter
 from networks import free_port
 from works import CNN, Work, normalized, read_images
@@ -47,7 +47,7 @@ STAGES: dict[str, list[list[str]]] = {
 LEARNING_RATE = 1e-3
 
 
-def plain(folder: Path, work: Work, *, is_parallel: bool) -> None:
+def plain(folder: Path, work: Work, *, is_parallel: bool, is_bf16: bool) -> None:
     """The loop that most projects begin with, on one device or, with DataParallel, on all GPUs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def plain(folder: Path, work: Work, *, is_parallel: bool) -> None:
     )
     for some in torch.randperm(work.samples).split(work.global_batch):
         inputs = normalized(torch.from_numpy(images[some.numpy()])).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
             loss = F.cross_entropy(model(inputs), torch.from_numpy(labels[some.numpy()]).to(device))
         optimizer.zero_grad()
         loss.backward()
@@ -78,6 +78,7 @@ def commands(name: str, setting: Setting) -> list[list[str]]:
     folder, work = setting.folder, setting.work
     if name in (PLAIN, PARALLEL):
         given = ["--data", str(folder), "--steps", str(work.steps), "--batch", str(work.global_batch)]
+        given += ["--precision", setting.precision]
         return [[sys.executable, __file__, "--stage", name, *given]]
     ends, meeting = STAGES[name], ["--rendezvous", f"127.0.0.1:{free_port()}"]
     return [[*lockstep("Lockstep exact", setting), *end, *(meeting if len(ends) > 1 else [])] for end in ends]
@@ -122,18 +123,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150, help="of a run; the first three are not measured")
     parser.add_argument("--batch", type=int, default=128, help="G, a multiple of 2")
+    add_precision(parser)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/stages.md")
     given = parser.parse_args()
     work = Work("stages", "cnn", given.batch, given.steps, LEARNING_RATE)
     if given.stage:
-        plain(given.data, work, is_parallel=given.stage == PARALLEL)
+        plain(given.data, work, is_parallel=given.stage == PARALLEL, is_bf16=given.precision == "bf16")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = [name for name in STAGES if name != PARALLEL or torch.cuda.device_count() > 1]
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        setting = Setting(work, Path(temporary), model=Path(), peers=Path())
+        setting = Setting(work, Path(temporary), model=Path(), peers=Path(), precision=given.precision)
         (setting.folder / "mnist").symlink_to((given.data / "mnist").resolve())
         (setting.folder / "meter").mkdir()
         for number in range(given.rounds):
@@ -143,7 +145,7 @@ def main() -> None:
                 sys.stderr.write(f"round {number + 1}: {name} {rounds[-1][name]}\n")
     lines = [
         f"`python benchmarks/stages.py --rounds {given.rounds} --steps {given.steps}`, {measured_at(device)}.",
-        f"MNIST CNN, bf16, AdamW, G = {work.global_batch}, medians (quartiles).",
+        f"MNIST CNN, {given.precision}, AdamW, G = {work.global_batch}, medians (quartiles).",
         "",
         *rows(rounds),
     ]

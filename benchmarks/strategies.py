@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 from torch import nn
 
 from lockstep.base.model_contracts import MicroBatch
@@ -54,14 +54,14 @@ def resident(kind: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
-def work(name: str, seconds: float) -> None:
+def work(name: str, seconds: float, precision: str) -> None:
     """One process: warm up, then steps for so long."""
     fix_numerics(threads=1, exact=True)
     torch.manual_seed(0)
     world = World.from_environment()
     with process_group.opened(world, torch.device("cpu")):
         empty = resident("VmRSS")
-        sections, model, batches = encoder()
+        sections, model, batches = encoder(precision)
         if name == "torch.nn.DataParallel":  # as the model is called; blocks() and loss() stay its own
             model.network = nn.DataParallel(model.network)
         recipe = recipes.Recipe.model_validate({**sections, "parallel": ROWS[name][1]})
@@ -110,21 +110,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of steps, per row and round")
+    add_precision(parser)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/strategies.md")
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.seconds)
+        work(options.work, options.seconds, options.precision)
         return
     rounds = []
     for number in range(options.rounds):
         names = list(ROWS) if number % 2 == 0 else list(reversed(ROWS))
         rounds.append(
-            {name: measured(__file__, name, loopback(ROWS[name][0]), seconds=options.seconds) for name in names}
+            {
+                name: measured(
+                    __file__, name, loopback(ROWS[name][0]), seconds=options.seconds, precision=options.precision
+                )
+                for name in names
+            }
         )
     lines = [
         f"`python benchmarks/strategies.py --rounds {options.rounds} --seconds {options.seconds:g}`, {measured_at()}.",
-        "MiniLM, bf16, AdamW, G = 64, m = 16, 64 tokens. Ratio: samples/s against ddp's of the same round.",
+        f"MiniLM, {options.precision}, AdamW, G = 64, m = 16, 64 tokens. Ratio: samples/s against ddp's, same round.",
         "MiB per process: the peak, and how much of it is more than a process takes without a model.",
         "",
         "| strategy | processes | samples/s | ratio | lowest to highest | peak MiB | of which its own |",

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from compare import GRACE, LIMIT, PEERS, WORLD, middle
-from measured_at import measured_at
+from measured_at import add_precision, measured_at
 
 from lockstep.base.lifetime import end_family
 
@@ -29,7 +29,7 @@ def command(name: str, given: argparse.Namespace, folder: Path, *, seed: int) ->
     reached = folder / "reached.json"
     if name == NAMES[0]:
         arguments = ["--data", str(given.data.resolve()), "--out", str(reached), "--target", str(given.target)]
-        arguments += ["--every", str(given.every)]
+        arguments += ["--every", str(given.every), "--precision", given.precision]
         script = str(PEERS / "tuned_accuracy.py")
         return [str(given.peers / "torchrun"), f"--nproc-per-node={WORLD}", script, *arguments]
     (folder / "c.yaml").write_text("model: {kind: cnn}\n", encoding="utf-8")
@@ -43,7 +43,7 @@ def command(name: str, given: argparse.Namespace, folder: Path, *, seed: int) ->
         "train.epochs=10",
         "train.global_batch=128",
         "train.micro_batch=64",
-        "train.precision=bf16",
+        f"train.precision={given.precision}",
         "optim.lr=1e-3",
         "schedule.shape=constant",
         "schedule.warmup=0",
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.99)
     parser.add_argument("--every", type=int, default=100, help="steps between two measurements")
     parser.add_argument("--rounds", type=int, default=5)
+    add_precision(parser)
     parser.add_argument("--peers", type=Path, default=PEERS / ".venv" / "bin", help="their environment's bin folder")
     parser.add_argument("--out", type=Path, help="a file for the table")
     given = parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> None:
             seen[name].append(run(name, given, seed=seed))
             sys.stderr.write(f"round {seed + 1}: {name} {seen[name][-1]}\n")
     lines = [
-        f"Figures {measured_at()}, {WORLD} processes, "
+        f"Figures {measured_at()}, {WORLD} processes, {given.precision}, "
         f"{given.rounds} rounds in turns: medians (quartiles). Test accuracy {given.target} on MNIST.",
         "",
         "| contender | seconds from the command | steps |",

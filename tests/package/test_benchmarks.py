@@ -13,18 +13,18 @@ from exporting import text_case
 from places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-
-
+FP32 = ["--precision", "fp32"]
+"""Products in bf16 take up to 70 times as long as in fp32 on a processor without instructions for them."""
 SMALL = {
-    "checkpoint_stall": ["--models", "encoder", "--worlds", "1", "--pairs", "2"],
+    "checkpoint_stall": ["--models", "encoder", "--worlds", "1", "--pairs", "2", *FP32],
     "estimate": ["--models", "cnn", "--strategies", "ddp", "--worlds", "1", "--rounds", "1", "--root", "DATA"],
     "language_model": ["--rounds", "1", "--steps", "12"],
     "recheck": ["--works", "cnn-64", "--worlds", "2", "--rounds", "1", "--steps", "40"],
     "recovery": ["--faults", "1", "--rounds", "1", "--pairs", "1", "--seconds", "1"],
-    "reproducibility": ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"],
+    "reproducibility": ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2", *FP32],
     "scale_on_paper": [],
     "serving": ["EXPORT", "--seconds", "0.2", "--repetitions", "1"],
-    "strategies": ["--rounds", "1", "--seconds", "0.2"],
+    "strategies": ["--rounds", "1", "--seconds", "0.2", *FP32],
 }
 """Arguments for a benchmark's smallest work."""
 APART = {"compare", "gpu", "observing", "stages", "to_accuracy"}
@@ -82,7 +82,7 @@ print(compare.joules_since(before, folder), compare.joules_since({{}}, folder))
 @pytest.mark.parametrize("work", ["mnist-512", "minilm-128", "gpt-16"])
 def test_lockstep_and_the_tuned_loop_train_side_by_side(work, shared_data, minilm, tmp_path):
     where = ["--data", shared_data, "--model", minilm, "--peers", Path(sys.executable).parent]
-    small = ["--works", work, "--contenders", "Lockstep fast", "--rounds", "1", "--at-least", "1000"]
+    small = ["--works", work, "--contenders", "Lockstep fast", "--rounds", "1", "--at-least", "1000", *FP32]
     command = [sys.executable, BENCHMARKS / "compare.py", *where, *small, "--out", tmp_path / "table.md"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 1 and "of the tuned loop, not 1000.00" in done.stderr, done.stderr
@@ -92,7 +92,7 @@ def test_lockstep_and_the_tuned_loop_train_side_by_side(work, shared_data, minil
 
 @pytest.mark.matrix
 def test_both_reach_an_accuracy(shared_data, tmp_path):
-    small = ["--target", "0.5", "--every", "20", "--rounds", "1", "--peers", Path(sys.executable).parent]
+    small = ["--target", "0.5", "--every", "20", "--rounds", "1", "--peers", Path(sys.executable).parent, *FP32]
     command = [sys.executable, BENCHMARKS / "to_accuracy.py", "--data", shared_data, *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
@@ -100,9 +100,23 @@ def test_both_reach_an_accuracy(shared_data, tmp_path):
 
 
 @pytest.mark.matrix
+def test_stages_are_measured(shared_data, tmp_path):
+    small = ["--data", shared_data, "--rounds", "1", "--steps", "6", "--out", tmp_path / "stages.md", *FP32]
+    command = [sys.executable, BENCHMARKS / "stages.py", *small]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "stages.md").read_text().splitlines()
+    _, *rows = [line.split(" | ") for line in lines if line.startswith("| ")]
+    assert len(rows) == 6
+    assert rows[1][1] == "needs GPUs"
+    assert all(float(cell.strip(" |")) > 0 for row in [rows[0], *rows[2:]] for cell in row[1:])
+
+
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_what_observing_costs_is_measured(shared_data, tmp_path):
-    small = ["--data", shared_data, "--works", "cnn-512", "--rounds", "1"]
+    small = ["--data", shared_data, "--works", "cnn-512", "--rounds", "1", *FP32]
     command = [sys.executable, BENCHMARKS / "observing.py", *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stderr
