@@ -28,7 +28,6 @@ from lockstep.data.sources import _digits as digits
 from lockstep.inference import trained_model
 from lockstep.inference.evaluate import evaluate_model, evaluation_report
 from lockstep.inference.evaluate.calibration import ece, fitted, half
-from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file
 from lockstep.inference.export import export_facts
 from lockstep.models import _transformer as transformer
@@ -80,7 +79,7 @@ def train_there(recipe):
 
 
 def measure_there(recipe, task):
-    job = EvaluateTask(EvaluationRequest.model_validate_json(task), recipe, world(), SignalWatch())
+    job = EvaluateTask(recipe, world(), SignalWatch(), request=task)
     job.run("never", allow_drift=False)
     job.close()
 
@@ -105,12 +104,14 @@ def run(ranks, tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(ranks, monkeypatch):
+def evaluate(ranks, monkeypatch, tmp_path):
     """The command, with warm processes in place of those that its launcher would start -> evaluation.json."""
 
     def launched(recipe, task, **_):
         processes = 1 if recipe.launch.processes == "auto" else recipe.launch.processes
-        ranks(processes, measure_there, recipe, task.model_dump_json())
+        file = tmp_path / "request.json"
+        file.write_text(task.model_dump_json())
+        ranks(processes, measure_there, recipe, file)
         return 0
 
     monkeypatch.setattr(evaluate_model, "_launch", launched)

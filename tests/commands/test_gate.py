@@ -202,7 +202,9 @@ def first_steps(folder, number):
         run = folder / f"run-{number}"
         request = gating.first_steps(STEPS)
         recipe = request.recipe(recipes.load(Path("c.yaml")), run)
-        job = ReplayTask(request, recipe, World(), SignalWatch())
+        file = folder / "request.json"
+        file.write_text(request.model_dump_json())
+        job = ReplayTask(recipe, World(), SignalWatch(), request=file)
         try:
             job.run("auto", allow_drift=False)
         finally:

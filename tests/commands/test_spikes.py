@@ -12,7 +12,6 @@ from lockstep.base.events import Spiked
 from lockstep.observe.report import run_files
 from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
-from lockstep.run.tasks._task import Hooks
 
 CONFIG = "data: {kind: digits}\nmodel: {kind: cnn}\nobserve: {log_every: 7}\n"
 SETTINGS = ["train.steps=70", "train.epochs=null", "evaluate.every_epochs=null", "launch.processes=1"]
@@ -59,13 +58,13 @@ def test_reports_and_the_screen_show_it(jumped):
     assert "step 51: the loss jumped to" in shown.getvalue()
 
 
-class Unlucky(Hooks):
+class Unlucky:
     """One micro-batch of a step has images that are forty times as bright, and wrong labels."""
 
     def __init__(self, at):
         self.at, self.events = at, []
 
-    def starting(self, task, parts, training):
+    def starting(self, task, training):
         task.bus.subscribe(self)
         inner = training.steps
 

@@ -12,7 +12,6 @@ from training_runs import config_in, run_on_rank
 from lockstep.base.errors import ConfigError
 from lockstep.recipe import recipe as recipes
 from lockstep.run.rechecking import shifts
-from lockstep.run.tasks._task import Hooks
 
 MODEL = {"kind": "user", "file": str(OWN / "normed.py")}
 """With BatchNorm and dropout."""
@@ -66,14 +65,15 @@ def flip(tensor):
     tensor.detach().as_strided([32], [1]).view(torch.int32).bitwise_xor_(3 << 21)
 
 
-class Flipping(Hooks):
+class Flipping:
     """Bits of one rank flip: in the outputs of a module, from a call in training on, or in the gradients' sum."""
 
     def __init__(self, rank, where, first, last=None):
         self.rank, self.where, self.first, self.last = rank, where, first, last or first
         self.calls = 0
 
-    def starting(self, task, parts, training):
+    def starting(self, task, training):
+        parts = task.parts
         if dist.get_rank() != self.rank:
             return
         if self.where == "sum":

@@ -13,7 +13,7 @@ from lockstep.recipe import recipe_trust
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
 from lockstep.run.tasks.prove import ProofTask
-from lockstep.tools.prove.proof_runs import ProofRequest, ProofRun, ProofRuns
+from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proving import Proof
 
 
@@ -23,7 +23,7 @@ def run_of_proof(asked, recipe):
         del sys.modules[name]
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    job = ProofTask(ProofRequest.model_validate_json(asked), recipe, world, SignalWatch())
+    job = ProofTask(recipe, world, SignalWatch(), request=asked)
     try:
         job.run("auto", allow_drift=False)
     except LockstepError as error:
@@ -43,7 +43,9 @@ class WarmRuns(ProofRuns):
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
         recipe = variant.recipe(self.recipe, folder, steps=self.steps)
-        ended = self.ranks(variant.processes, run_of_proof, variant.request.model_dump_json(), recipe)
+        asked = folder / "request.json"
+        asked.write_text(variant.request.model_dump_json())
+        ended = self.ranks(variant.processes, run_of_proof, asked, recipe)
         return ended[0][0], ProofRun(folder=folder, output=ended[0][1], peak_bytes=0)
 
 

@@ -43,24 +43,21 @@ def source(options, split):
 '''
 
 
-class Recording(train.Hooks):
-    """Every process's part of the run, as always, but that its micro-batches are written down."""
+def starting(task, training):
+    """Pass each step's micro-batches on, once they are written down; a slow one leaves time for faults."""
+    steps, folder = training.steps, task.recipe.folder / "seen"
+    folder.mkdir(exist_ok=True)
+    attempt = f"{os.getppid()}x{os.environ.get('MASTER_PORT', '0')}"
+    file = (folder / f"{attempt}-{task.world.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
 
-    def starting(self, task, parts, training):
-        """Pass each step's micro-batches on, once they are written down; a slow one leaves time for faults."""
-        steps, folder = training.steps, task.recipe.folder / "seen"
-        folder.mkdir(exist_ok=True)
-        attempt = f"{os.getppid()}x{os.environ.get('MASTER_PORT', '0')}"
-        file = (folder / f"{attempt}-{task.world.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
+    def recorded(start):
+        for micro_batches in steps(start):
+            numbers = [n for m in micro_batches if not m.ghost for n in m.batch["number"].tolist()]
+            file.write(json.dumps({"step": micro_batches[0].step, "numbers": numbers}) + "\n")
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+            yield micro_batches
 
-        def recorded(start):
-            for micro_batches in steps(start):
-                numbers = [n for m in micro_batches if not m.ghost for n in m.batch["number"].tolist()]
-                file.write(json.dumps({"step": micro_batches[0].step, "numbers": numbers}) + "\n")
-                time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-                yield micro_batches
-
-        training.steps = recorded
+    training.steps = recorded
 
 
 def launch(config, processes, restarts):
@@ -79,5 +76,5 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[0] == "launch":
         sys.exit(launch(*arguments[1:]))
-    train.Hooks = Recording
+    train.TrainTask.starting = starting
     sys.exit(worker.main(arguments))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import chdir
+from functools import partial
 
 import torch.distributed as dist
 
@@ -30,7 +31,9 @@ def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False, hooks
     interruption = StopAfter(stop_after) if stop_after else SignalWatch()
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    job = TrainTask(recipe, world, interruption, hooks=hooks)
+    job = TrainTask(recipe, world, interruption)
+    if hooks is not None:
+        job.starting = partial(hooks.starting, job)
     interruption.job = job
     job.reached = 0
     job.bus.subscribe(Reached(job))

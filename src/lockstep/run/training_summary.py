@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from lockstep.base import lifetime
-from lockstep.base.events import StepDone
+from lockstep.base.events import Observer, StepDone
 from lockstep.checkpoint import retention
 from lockstep.recipe.components import Components
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop_state import Training
 
 
-class FirstStepTimer:
+class FirstStepTimer(Observer):
     """Measures the seconds from the start of the process to its first finished step."""
 
     seconds: float | None = None
@@ -20,9 +20,6 @@ class FirstStepTimer:
     def notice(self, event: object) -> None:
         if self.seconds is None and isinstance(event, StepDone):
             self.seconds = round(lifetime.age_seconds(), 3)
-
-    def close(self) -> None:
-        pass
 
 
 def token_seconds(parts: Components, device: torch.device) -> float | None:

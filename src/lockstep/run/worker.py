@@ -60,7 +60,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
     parser.add_argument("--task", default="train", choices=plugins.names(TASKS), help="what to do")
-    parser.add_argument("--request", type=Path, help="the file with the request of the task's command")
+    parser.add_argument("--request", type=Path, default=Path(), help="the file with the request of the task's command")
     parser.add_argument(LAUNCHER, type=int, help="pid of the launcher: when it ends, so does this process")
     return parser.parse_args(argv)
 

@@ -20,7 +20,6 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.parallel.fsdp_units import mark_waits
 from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks._task import Hooks
 from lockstep.run.tasks.train import TrainTask
 
 MODEL = """
@@ -134,24 +133,22 @@ class Events:
 def train_there(recipe, variables):
     """A run in warm processes -> its events on rank 0, and its wall time in steps."""
 
-    class Watching(Hooks):
-        def starting(self, task, parts, training):
-            events = Events()
-            task.bus.subscribe(events)
-            task.bus.subscribe(Stragglers(task.bus.publish, window_seconds=0.2))
-            self.events = events
+    class Watched(TrainTask):
+        def starting(self, training):
+            self.events = Events()
+            self.bus.subscribe(self.events)
+            self.bus.subscribe(Stragglers(self.bus.publish, window_seconds=0.2))
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         patch.setenv("RANK", str(dist.get_rank()))
-        hooks = Watching()
         world = World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=dist.get_rank())
-        task = TrainTask(recipe, world, SignalWatch(), hooks=hooks)
+        task = Watched(recipe, world, SignalWatch())
         task.run("never", allow_drift=False)
         task.close()
     phases.stop()
-    return [event for event in hooks.events.found if isinstance(event, RankTimes | Warned)] if world.is_main else []
+    return [event for event in task.events.found if isinstance(event, RankTimes | Warned)] if world.is_main else []
 
 
 def recipe_of(folder, kind="ddp", **options):

@@ -1,10 +1,12 @@
 """The common part of a worker's tasks: recipe, rank, event bus and watchdog."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
+from pydantic import BaseModel
 
 from lockstep.base.events import Bus, Warned
 from lockstep.base.world import World
@@ -18,49 +20,52 @@ from lockstep.recipe import build
 from lockstep.recipe.components import Components
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
-from lockstep.training.loop_state import Training
+
+Asked = TypeVar("Asked", bound=BaseModel)
 
 
-class Task(Protocol):
+class Task(ABC):
     """A task of a worker.
 
-    `run/tasks/NAME.py` defines `build(recipe, world, signals, *, request, began)`, where `request` is a file written by
-    the task's command (None for `train`), and NEEDS_GROUP: whether the worker opens the process group for it.
+    `run/tasks/NAME.py` defines `build`, which is its class or has the same arguments, and NEEDS_GROUP: whether the
+    worker opens the process group for it.
     """
 
+    def __init__(
+        self, recipe: Recipe, world: World, signals: SignalWatch, *, request: Path = Path(), began: float = 0.0
+    ) -> None:
+        """`request`: a file written by the task's command; `train` has none."""
+        self.recipe, self.world, self.signals, self.request_file = recipe, world, signals, request
+        self.began = began or psutil.Process().create_time()
+        self.device = process_group.device_of(world)
+
+    def asked(self, kind: type[Asked]) -> Asked:
+        """Read the request of the task's command."""
+        return kind.model_validate_json(self.request_file.read_bytes())
+
+    @abstractmethod
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Run from `resume` ("auto", "never" or a checkpoint), with `allow_drift` even if the recipe has changed."""
 
     def watching(self) -> AbstractContextManager[object]:
-        """Watch for hangs inside."""
+        """Watch for hangs inside: by default nothing, where no process waits for another for long."""
+        return nullcontext()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release everything."""
 
 
-class Hooks:
-    """Changes that another task can make in a training run; these change nothing."""
-
-    def assembled(self, parts: Components) -> Components:
-        """Return the components to train with; called once they are built."""
-        return parts
-
-    def starting(self, task: Any, parts: Components, training: Training) -> None:
-        """Prepare the training of a TrainTask, after resuming and before the first step."""
-
-
-class WatchedTask:
+class WatchedTask(Task):
     """A task in the process group of a run, with observers and a thread that detects hangs."""
 
-    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0) -> None:
-        self.recipe, self.world, self.signals = recipe, world, signals
-        self.began = began or psutil.Process().create_time()
-        self.bus, self.device = Bus(), process_group.device_of(world)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        recipe, self.bus = self.recipe, Bus()
         exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
         self.facts = fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
         self.facts["device_model"] = process_group.device_model(self.device)
         self.logs = recipe.folder / "logs"
-        self.watch_thread = Watch(world, limits(recipe), self.logs)
+        self.watch_thread = Watch(self.world, limits(recipe), self.logs)
 
     def assemble(self) -> Components:
         """Prepare the data, one process per machine first, then build every part."""
@@ -78,10 +83,8 @@ class WatchedTask:
     def warn(self, message: str) -> None:
         self.bus.publish(Warned(message=message))
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with self.watch_thread.watching():
-            yield
+    def watching(self) -> AbstractContextManager[object]:
+        return self.watch_thread.watching()
 
     def close(self) -> None:
         self.bus.close()

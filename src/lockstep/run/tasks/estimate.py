@@ -4,9 +4,7 @@ In fresh processes, since what a process did before changes how fast it gets mem
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lockstep.base import plugins
@@ -14,10 +12,9 @@ from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.bandwidth import bandwidth
 from lockstep.core.distributed.collectives import reported_once
-from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.parallel.measurements import Measurements
-from lockstep.recipe.recipe import Recipe
+from lockstep.run.tasks._task import Task
 from lockstep.tools import trials
 from lockstep.tools.estimate.machine_measurement import MeasurementRequest
 from lockstep.tools.estimate.process_measurement import Measurement, timed_strategies
@@ -25,30 +22,25 @@ from lockstep.tools.estimate.process_measurement import Measurement, timed_strat
 NEEDS_GROUP = False
 
 
-class EstimateTask:
+class EstimateTask(Task):
     """Writes Measurements, or seconds by strategy if the request names strategies."""
-
-    def __init__(self, request: Path, recipe: Recipe, world: World) -> None:
-        self.request, self.folder = MeasurementRequest.model_validate_json(request.read_bytes()), request.parent
-        self.recipe, self.world = recipe, world
-        self.device = process_group.device_of(world)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Measure; nothing is resumed."""
-        recipe = self.recipe
+        recipe, request = self.recipe, self.asked(MeasurementRequest)
         exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
         fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
-        if self.request.strategies:
-            names, seconds = list(self.request.strategies), self.request.seconds
+        if request.strategies:
+            names, seconds = list(request.strategies), request.seconds
             with process_group.opened(self.world, self.device), reported_once(sys.stderr):
                 result: Any = timed_strategies(
                     recipe, names, world=self.world, device=self.device, seconds=seconds, report=self.report
                 )
         else:
-            result = self.measurements()
-        trials.write_result(self.folder, self.world.rank, result)
+            result = self.measurements(request.seconds)
+        trials.write_result(self.request_file.parent, self.world.rank, result)
 
-    def measurements(self) -> Measurements:
+    def measurements(self, seconds: float) -> Measurements:
         """Measure the bandwidth between all processes, then every process by itself, at the same time."""
         for sink in self.recipe.observe.sinks:  # their imports are part of a process's memory
             plugins.find("observe.sinks", sink)
@@ -58,25 +50,14 @@ class EstimateTask:
                 self.report("what they send each other")
                 links = bandwidth(self.device)
         with process_group.opened(World(), self.device), reported_once(sys.stderr):
-            measurement = Measurement(
-                recipe=self.recipe, device=self.device, seconds=self.request.seconds, report=self.report
-            )
+            measurement = Measurement(recipe=self.recipe, device=self.device, seconds=seconds, report=self.report)
             facts = measurement.facts()
         return replace(facts, links=links)
 
     def report(self, part: str) -> None:
         """Announce, once for all processes, what is measured next."""
         if self.world.rank == 0:
-            trials.announce(self.folder, part)
-
-    def watching(self) -> AbstractContextManager[object]:
-        """Watch nothing: no process waits for another for long."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Release nothing."""
+            trials.announce(self.request_file.parent, part)
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EstimateTask:
-    """Build the task from its request file."""
-    return EstimateTask(request, recipe, world)
+build = EstimateTask

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count as counting
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.events import Preparing
 from lockstep.base.model_contracts import Batch
-from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
-from lockstep.core.host.signals import SignalWatch
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
 from lockstep.data.text_tokenizers import TextTokenizer
@@ -28,7 +25,6 @@ from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.models.objectives._objective import PredictingObjective
 from lockstep.recipe.components import evaluate_source
-from lockstep.recipe.recipe import Recipe
 from lockstep.run.evaluated_model import Opened, of_export, of_run
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions
@@ -42,9 +38,9 @@ MOST_IMAGE_CHARACTERS = 1 << 16
 class EvaluateTask(WatchedTask):
     """The work of one process in an evaluation."""
 
-    def __init__(self, request: EvaluationRequest, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.request = request
+        self.request = self.asked(EvaluationRequest)
         self.skipped: list[int] = []
         """Indices of unreadable samples (data.on_bad_sample=skip)."""
         self.kept: np.ndarray | None = None
@@ -185,7 +181,4 @@ def _small_image(sample: evaluation_report.HighLossSample) -> str:
     return image if len(image) <= MOST_IMAGE_CHARACTERS else ""
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EvaluateTask:
-    """Build the task from its request file."""
-    parsed = EvaluationRequest.model_validate_json(request.read_bytes())
-    return EvaluateTask(parsed, recipe, world, signals, began=began)
+build = EvaluateTask

@@ -10,19 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host import phases, stream_clock
 from lockstep.core.host.matmul_speed import faster_precision, peak_flops
 from lockstep.core.host.memory_meter import device_peak_bytes
-from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.observe.profile.operators import most_expensive
 from lockstep.observe.profile.step_trace import Steps, trace_file, traced
 from lockstep.recipe.components import Components
-from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks.scale import FewTestSamples
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run.tasks.scale import ScaleTask
 from lockstep.tools import trials
 from lockstep.tools.profile.profiling import ProfileRequest
 from lockstep.training.loop_state import Training
@@ -125,36 +121,24 @@ def memory_by_kind(parts: Components) -> dict[str, int]:
     }
 
 
-class Measuring(FewTestSamples):
-    def __init__(self, request: Path) -> None:
-        self.request = request
-        self.measurement: StepMeasurement | None = None
+class ProfileTask(ScaleTask):
+    measurement: StepMeasurement
 
-    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
-        request = ProfileRequest.model_validate_json(self.request.read_bytes())
-        measurement = StepMeasurement(request, parts, rank=task.world.rank, folder=self.request.parent)
+    def starting(self, training: Training) -> None:
+        request, parts = self.asked(ProfileRequest), self.parts
+        measurement = StepMeasurement(request, parts, rank=self.world.rank, folder=self.request_file.parent)
         self.measurement = measurement
         all_gather_object(None)  # the peak is one that all ranks reach at the same time
-        measurement.found["peak_flops"] = peak_flops(precision := task.recipe.train.precision, task.device)
+        measurement.found["peak_flops"] = peak_flops(precision := self.recipe.train.precision, self.device)
         parameters = sum(each.numel() for each in parts.model.parameters())
-        measurement.found["faster_precision"] = faster_precision(precision, task.device, parameters=parameters)
+        measurement.found["faster_precision"] = faster_precision(precision, self.device, parameters=parameters)
         plain = training.steps
         training.steps = lambda start: measurement.around(plain(start))
-
-
-class ProfileTask(TrainTask):
-    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, request: Path) -> None:
-        self.measuring = Measuring(request)
-        super().__init__(recipe, world, signals, hooks=self.measuring)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train, and write down what was measured."""
         super().run(resume, allow_drift=allow_drift)
-        measurement = self.measuring.measurement
-        assert measurement is not None
-        trials.write_result(measurement.folder, self.world.rank, measurement.found)
+        trials.write_result(self.measurement.folder, self.world.rank, self.measurement.found)
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ProfileTask:
-    """Build the task from its request file."""
-    return ProfileTask(recipe, world, signals, request=request)
+build = ProfileTask

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,11 @@ from torch import Tensor, nn
 
 from lockstep.base import storage
 from lockstep.base.errors import UserError
-from lockstep.base.events import StepDone
+from lockstep.base.events import Observer, StepDone
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.base.world import World
-from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Selects, Trace
 from lockstep.data.dataset import EvenRows, spread_evenly
 from lockstep.recipe.components import Components
-from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks._task import Hooks
 from lockstep.run.tasks.train import TrainTask
 from lockstep.tools.prove.proof_runs import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import checked
@@ -33,11 +28,27 @@ HALT_SECONDS = 60.0
 """How long a process waits to be killed before it goes on."""
 
 
-class ProofHooks(Hooks):
-    """Changes of a training run for a proof."""
+class ProofTask(TrainTask):
+    """Trains as a proof asks for, or inspects single micro-batches."""
 
-    def __init__(self, request: ProofRequest) -> None:
-        self.request = request
+    IS_TRIAL = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.request = self.asked(ProofRequest)
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        folder = self.recipe.folder
+        if self.request.inspect:
+            self.claim()
+            rows = [asdict(row) for row in checked(self.assembled(self.assemble()))]
+            storage.write(folder / "rows.json", json.dumps(rows))
+            return
+        try:
+            super().run(resume, allow_drift=allow_drift)
+        except UserError as error:
+            storage.write(folder / REFUSED, json.dumps({"reason": str(error)}))
+            raise
 
     def assembled(self, parts: Components) -> Components:
         """Keep only as many samples as requested."""
@@ -50,9 +61,9 @@ class ProofHooks(Hooks):
         data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks)
         return replace(parts, data=data, order=data.order())
 
-    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+    def starting(self, training: Training) -> None:
         """Write down the step the run resumes from; trace it, or pause it, as requested."""
-        folder, world = task.recipe.folder, task.world
+        parts, folder, world = self.parts, self.recipe.folder, self.world
         if world.is_main:
             facts = {"resumed_step": parts.state.step, "steps_per_epoch": parts.order.steps_per_epoch}
             storage.write(folder / "started.json", json.dumps(facts))
@@ -60,7 +71,7 @@ class ProofHooks(Hooks):
             write_trace(folder / f"trace-{world.rank}.jsonl", parts, training, is_main=world.is_main)
         if self.request.pause_after is not None and world.rank == world.size - 1:
             halt = Halt(folder / "paused.json", self.request.pause_after)
-            task.bus.subscribe(halt)
+            self.bus.subscribe(halt)
             parts.model.register_forward_pre_hook(halt.enter)
 
 
@@ -111,35 +122,7 @@ def weights(parts: Components) -> list[tuple[str, Tensor]]:
     return [(name.removeprefix("model."), tensor) for name, tensor in named if not name.startswith("optimizer.")]
 
 
-class ProofTask:
-    """Trains with the hooks of a proof, or inspects single micro-batches."""
-
-    def __init__(self, request: ProofRequest, *args: Any, **kwargs: Any) -> None:
-        self.request, self.hooks = request, ProofHooks(request)
-        self.training = TrainTask(*args, **kwargs, hooks=self.hooks)
-
-    def run(self, resume: str, *, allow_drift: bool) -> None:
-        folder = self.training.recipe.folder
-        if self.request.inspect:
-            self.training.claim()
-            rows = [asdict(row) for row in checked(self.hooks.assembled(self.training.assemble()))]
-            storage.write(folder / "rows.json", json.dumps(rows))
-            return
-        try:
-            self.training.run(resume, allow_drift=allow_drift)
-        except UserError as error:
-            storage.write(folder / REFUSED, json.dumps({"reason": str(error)}))
-            raise
-
-    def watching(self) -> AbstractContextManager[object]:
-        return self.training.watching()
-
-    def close(self) -> None:
-        """Release the run folder."""
-        self.training.close()
-
-
-class Halt:
+class Halt(Observer):
     """Pauses its process in the middle of a step, for the kill that follows."""
 
     def __init__(self, note: Path, after: int) -> None:
@@ -150,9 +133,6 @@ class Halt:
         if isinstance(event, StepDone) and event.step == self.after:
             self.is_armed = True
 
-    def close(self) -> None:
-        """Release nothing."""
-
     def enter(self, model: nn.Module, _: Any) -> None:
         """Forward hook: announce the pause and wait."""
         if self.is_armed and model.training:
@@ -160,6 +140,4 @@ class Halt:
             time.sleep(HALT_SECONDS)
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ProofTask:
-    """Build the task from its request file."""
-    return ProofTask(ProofRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)
+build = ProofTask

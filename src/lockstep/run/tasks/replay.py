@@ -17,9 +17,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, ModelError
 from lockstep.base.events import TextSample
 from lockstep.base.model_contracts import MicroBatch, Model
-from lockstep.base.world import World
 from lockstep.checkpoint import layout
-from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import class_of
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import restore_forward
@@ -27,8 +25,6 @@ from lockstep.inference.export.formats._weights import check_parameter_count
 from lockstep.models.objectives._choice import objective_of_classes
 from lockstep.recipe import build as building
 from lockstep.recipe.components import Components
-from lockstep.recipe.recipe import Recipe
-from lockstep.run.tasks._task import Hooks
 from lockstep.run.tasks.prove import write_trace
 from lockstep.run.tasks.train import TrainTask
 from lockstep.tools import trials
@@ -71,13 +67,13 @@ def debug(model: Model, state: TrainState, micro_batch: MicroBatch) -> None:
         restore_forward(module, own)
 
 
-class ReplayTask(TrainTask, Hooks):
+class ReplayTask(TrainTask):
     """Trains in a folder of its own, from a checkpoint of another run; without evaluations, observers and a report."""
 
-    def __init__(self, request: ReplayRequest, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, hooks=self)
-        self.request = request
-        self.parent = request.checkpoint if request.checkpoint == self.recipe.run.parent else None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.request = self.asked(ReplayRequest)
+        self.parent = self.parent if self.request.checkpoint == self.parent else None
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         request = self.request
@@ -87,9 +83,9 @@ class ReplayTask(TrainTask, Hooks):
         else:
             super().run(str(request.checkpoint or "never"), allow_drift=request.allow_drift)
 
-    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+    def starting(self, training: Training) -> None:
         """End the training after the last requested step; open or trace steps on the way."""
-        request, plain = self.request, training.steps
+        request, parts, plain = self.request, self.parts, training.steps
         training.evaluate, training.deadline.end = None, None
         training.total_steps = request.until if request.saves else sys.maxsize  # the last step of a run is saved
 
@@ -213,6 +209,4 @@ class ReplayTask(TrainTask, Hooks):
         storage.write(self.recipe.folder / SAME_HASHES, json.dumps({"hashes": hashes, "difference": text}))
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ReplayTask:
-    """Build the task from its request file."""
-    return ReplayTask(ReplayRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)
+build = ReplayTask

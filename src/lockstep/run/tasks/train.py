@@ -16,13 +16,11 @@ from lockstep.base import config, devices, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, TextSample, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.host.memory_meter import device_peak_bytes
-from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.stragglers import Stragglers
@@ -31,10 +29,9 @@ from lockstep.observe.run_history import RunHistory
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import run_paths
 from lockstep.recipe.components import Components, start_notes
-from lockstep.recipe.recipe import Recipe
 from lockstep.run import forgetting
 from lockstep.run.rechecking import Recheck
-from lockstep.run.tasks._task import Hooks, WatchedTask
+from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import FirstStepTimer, token_seconds, training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
@@ -55,13 +52,14 @@ class TrainTask(WatchedTask):
     checks: UserCodeChecks
     training: Training
 
-    def __init__(
-        self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0, hooks: Hooks | None = None
-    ) -> None:
-        super().__init__(recipe, world, signals, began=began)
-        self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
-        self.parent = recipe.run.parent if hooks is None else None
-        """Checkpoint of another run to go on from; a trial begins anew."""
+    IS_TRIAL = False
+    """Whether it begins anew, also where the recipe goes on from another run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        recipe, world, self.first_step = self.recipe, self.world, FirstStepTimer()
+        self.parent = None if self.IS_TRIAL else recipe.run.parent
+        """Checkpoint of another run to go on from."""
         self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
         self.last_evaluation: Evaluation | None = None
         self.own_observers: list[Observer] = []
@@ -84,7 +82,7 @@ class TrainTask(WatchedTask):
         """Train to the end and write the summary, however training ends."""
         self.claim()
         self.subscribe_observers()
-        parts = self.parts = self.hooks.assembled(self.assemble())
+        parts = self.parts = self.assembled(self.assemble())
         self.checks = UserCodeChecks(parts, self.warn)
         parts.check_training()
         self.numeric |= parts.data.common_numeric(self.warn)
@@ -104,13 +102,20 @@ class TrainTask(WatchedTask):
         if texts:
             self.bus.publish(TextsGenerated(step=0, samples=texts))
         self.training = self.wired()
-        self.hooks.starting(self, parts, self.training)
+        self.starting(self.training)
         self.training.saving.newest, self.training.owes_evaluation = checkpoint, owes_evaluation
         if checkpoint is not None and earlier_end is not None:
             ended = earlier_end, dict(layout.read_manifest(checkpoint).metrics)
             self.complete(lambda: ended)
         else:
             self.complete(self.train)
+
+    def assembled(self, parts: Components) -> Components:
+        """Return the components to train with; called once they are built."""
+        return parts
+
+    def starting(self, training: Training) -> None:
+        """Prepare the training, after resuming and before the first step."""
 
     def complete(self, train: Callable[[], tuple[str, dict[str, float]]]) -> None:
         """Train, and write the summary, however training ends."""
@@ -388,6 +393,4 @@ class TrainTask(WatchedTask):
         self.lock.release()
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
-    """Build the task; the recipe says everything, so there is no request."""
-    return TrainTask(recipe, world, signals, began=began)
+build = TrainTask

@@ -372,7 +372,7 @@ class LiveTrainTask(TrainTask):
         return {"regrouped": self.regrouped}
 
 
-def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> TrainTask:
     """Build the task; an ordinary one where the launcher does not recover live."""
     live = LiveGroup.from_environment(recipe.launch.collective_timeout_seconds)
     if live is None:
