@@ -13,12 +13,13 @@ from chaos import DIGITS, MNIST, TEXTS, Chaos, differences, final_state, undistu
 from filelock import FileLock
 from live_lines import lines
 from places import OWN
+from pydantic_core import to_json
 from running import lockstep, started, summary, wait_for_steps, workers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.base.events import Evaluated, StepDone
 from lockstep.base.world import OVER_NCCL
-from lockstep.protocol.live_messages import Formation, Position
+from lockstep.protocol.live_messages import FORMATION, Formation, Position
 from lockstep.run.tasks.train_live import Backlog
 
 pytestmark = pytest.mark.timeout(300)
@@ -287,7 +288,7 @@ def test_the_events_of_a_step_are_kept_together():
 def test_formations_are_plain_text():
     positions = (Position(step=3, settled=2), Position())
     formation = Formation(version=4, generation=2, members=("0.1", "1.2"), positions=positions, losses=("rank 1",))
-    assert Formation.parse(formation.text()) == formation
+    assert FORMATION.validate_json(to_json(formation)) == formation
     assert max(positions) == positions[0] and Position(step=3, settled=3) > positions[0]
 
 

@@ -6,15 +6,15 @@ their machines, and the newest formation, through the rendezvous. All of these a
 the order of reads.
 """
 
-import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 from torch.distributed import Store
 
 from lockstep.protocol import run_secret
@@ -104,19 +104,6 @@ class Formation:
         """Return the part of the training state that a member holds."""
         return self.members.index(name) % self.replica_size
 
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> "Formation":
-        return cls.from_plain(json.loads(text))
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Formation":
-        positions = tuple(Position(**position) for position in plain["positions"])
-        lists = {name: tuple(plain[name]) for name in ("members", "losses")}
-        return cls(**{**plain, **lists, "positions": positions})
-
 
 def worker_name(machine: int, slot: int, start: int) -> str:
     """Return the name of the `start`-th process in a slot of a machine."""
@@ -141,10 +128,6 @@ class WorkerReport:
     position: Position
     part: int | None = 0
     """Part of the training state that it holds or is prepared for; None: of none yet."""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerReport":
-        return cls(**{**plain, "position": Position(**plain["position"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,16 +157,9 @@ class MachineState:
     formation: Formation = Formation()
     """Newest formation that is known here."""
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "MachineState":
-        workers = {name: report and WorkerReport.from_plain(report) for name, report in plain["workers"].items()}
-        exits = {name: Exit(**each) for name, each in plain["exits"].items()}
-        lists = {name: tuple(plain[name]) for name in ("leaving", "spares")}
-        formation = Formation.from_plain(plain["formation"])
-        return cls(**{**plain, **lists, "workers": workers, "exits": exits, "formation": formation})
+FORMATION, REPORT, STATE = TypeAdapter(Formation), TypeAdapter(WorkerReport), TypeAdapter(MachineState)
+"""Readers of their JSON."""
 
 
 def store_at(endpoint: Endpoint, *, timeout: timedelta) -> StoreClient:
@@ -214,7 +190,7 @@ class LiveMessages:
         return cls(store_at(Endpoint(host=LOOPBACK, port=int(os.environ[PORT])), timeout=PATIENCE))
 
     def publish(self, formation: Formation) -> None:
-        self.store.set("formation", formation.text())
+        self.store.set("formation", to_json(formation))
         for version in range(self._published + 1, formation.version + 1):
             self.store.set(f"version/{version}", "")
         self._published = formation.version
@@ -222,10 +198,10 @@ class LiveMessages:
     def formation(self, *, after: int = 0) -> Formation:
         """Return the newest formation, once its version is later than `after`."""
         self.store.wait([f"version/{after + 1}"], FOR_EVER)
-        return Formation.parse(self.store.get("formation"))
+        return FORMATION.validate_json(self.store.get("formation"))
 
     def report(self, name: str, report: WorkerReport) -> None:
-        self.store.set(f"report/{name}", json.dumps(asdict(report)))
+        self.store.set(f"report/{name}", to_json(report))
         self.store.add("reports", 1)
 
     def leave(self, name: str) -> None:
@@ -242,7 +218,7 @@ class LiveMessages:
     def reported(self, name: str) -> WorkerReport | None:
         """Return the last report of a worker, if any."""
         key = f"report/{name}"
-        return WorkerReport.from_plain(json.loads(self.store.get(key))) if self.store.check([key]) else None
+        return REPORT.validate_json(self.store.get(key)) if self.store.check([key]) else None
 
     def start_training(self) -> None:
         """Announce, on rank 0, that all members of the first generation have built everything."""

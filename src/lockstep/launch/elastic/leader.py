@@ -62,7 +62,7 @@ class Leader:
             "sizes": [self._processes(index) for index in members],
         }
         return self.membership.publish_round(
-            number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=None
+            number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=Formation()
         )
 
     def _serve_round(self) -> StoreServer:
@@ -122,9 +122,8 @@ class Leader:
         lost = [i for i in state.members if membership.is_lost(i)]
         failed = [i for i in state.members if membership.seconds_since_failure(i, state.number) > FAILED_SECONDS]
         new = [i for i in membership.present() if i not in state.members]
-        formation = Formation.from_plain(state.formation) if state.formation else Formation()
-        if formation.is_training and (lost or new) and not failed:
-            _go_on(membership, formation, lost=lost, new=new)
+        if state.formation.is_training and (lost or new) and not failed:
+            _go_on(membership, lost=lost, new=new)
         elif lost:
             membership.evict(lost)
             membership.publish_round(end_reason=f"{membership.node_name(lost[0])} is lost", is_graceful=False)
@@ -138,10 +137,10 @@ class Leader:
 
     def finish_round(self, state: RoundState, own: Failure | None) -> int | None:
         """Wait until all members have ended the round -> the run's exit code, or None for another round."""
-        formation = self.membership.round.formation
         others = [index for index in self.membership.round.members if index != self.membership.index]
+        is_over = self.membership.round.formation.is_over
         self._wait_for_outcomes(state, others, has_failed=own is not None)
-        if formation and formation["is_over"]:
+        if is_over:
             return self._end(0, "")
         failures = [own] if own else []
         for index in others:
@@ -194,8 +193,8 @@ class Leader:
         self.restarts, self.is_restart = self.restarts + 1, True
         fewer = (world_size - 1) // self.process_multiple * self.process_multiple if self.process_multiple else 0
         is_stuck = self.restarts_without_progress > 1 and fewer >= self.section.min_processes
-        formation = self.membership.round.formation or {}  # one that trains goes on with fewer itself
-        can_shrink = self.membership.is_alone and not formation.get("is_training")
+        is_training = self.membership.round.formation.is_training  # then it goes on with fewer itself
+        can_shrink = self.membership.is_alone and not is_training
         if can_shrink and is_stuck:
             self.max_processes = fewer
         return None
@@ -230,13 +229,13 @@ class Leader:
         return _count(self._world_size(members), "process") + machines
 
 
-def _go_on(membership: Membership, formation: Formation, *, lost: Sequence[int], new: Sequence[int]) -> None:
+def _go_on(membership: Membership, *, lost: Sequence[int], new: Sequence[int]) -> None:
     """Continue the round without lost machines, and with new ones (live recovery). Raises PeerLost where most of the
     machines are lost at once: they go on themselves if this one is cut off."""
     state, section = membership.round, membership.section
     gone = {*lost, *state.evicted}
-    left = [index for index in formation.machines if index not in gone]
-    if 2 * len(left) < len(formation.machines):
+    left = [index for index in state.formation.machines if index not in gone]
+    if 2 * len(left) < len(state.formation.machines):
         names = ", ".join(map(membership.node_name, lost))
         raise PeerLost(f"most of the machines are lost at once ({names}), or {membership.name} is cut off from them")
     membership.evict(lost)

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from lockstep.launch.elastic.join_checks import NONCE_PREFIX
 from lockstep.launch.elastic.membership import NOTE, Membership, RoundState
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.protocol import run_secret
-from lockstep.protocol.live_messages import Formation
 from lockstep.protocol.rendezvous import STORE_TIMEOUT, Endpoint, answers
 from lockstep.protocol.store_client import connected
 
@@ -94,8 +92,7 @@ def _take_over(membership: Membership, state: RoundState, folder: Path) -> bool:
     assert membership.standby is not None
     store, own = membership.standby, membership.index
     came = _gather_entries(store, state, [i for i in state.members if i not in {own, state.leader}])
-    assert state.formation is not None
-    machines = set(Formation.from_plain(state.formation).machines)
+    machines = set(state.formation.machines)
     here = 2 * len(machines & {own, *came})
     if here < len(machines) or not (membership.take_lead(folder) or here > len(machines)):
         return False
@@ -105,7 +102,7 @@ def _take_over(membership: Membership, state: RoundState, folder: Path) -> bool:
     membership.introduce(store, folder)
     membership.move_to(store, endpoint, entries=came)
     membership.publish_round(
-        **asdict(state)
+        **vars(state)
         | {
             "leader": own,
             "term": state.term + 1,

@@ -90,10 +90,9 @@ class LiveRound(Round):
         """Publish this machine's state -> the newest formation."""
         membership, state = self.membership, self.workers.state()
         if state != self.published and not membership.is_alone:
-            membership.publish(live=state.plain())
+            membership.publish(live=asdict(state))
             self.published = state
-        known = membership.round.formation
-        newest = Formation.from_plain(known) if known else Formation()
+        newest = membership.round.formation
         if not membership.is_leader:
             return newest
         if self.coordinator is None:
@@ -101,7 +100,7 @@ class LiveRound(Round):
         machines = {membership.index: state, **membership.machine_states(state.round)}
         formation = self.coordinator.look(machines, membership.round.members)
         if formation.version > newest.version:
-            membership.publish_round(formation=asdict(formation))
+            membership.publish_round(formation=formation)
         return formation
 
     def _death(self, coordinator: Coordinator) -> Failure | None:

@@ -13,18 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 from torch.distributed import DistError, Store
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic import join_checks
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.protocol import run_secret
-from lockstep.protocol.live_messages import MachineState
+from lockstep.protocol.live_messages import STATE, Formation, MachineState
 from lockstep.protocol.rendezvous import LOOPBACK, Endpoint, address_to, greeted, serve_store
 from lockstep.protocol.store_client import StoreClient
 from lockstep.protocol.store_server import StoreServer
@@ -62,10 +64,14 @@ class RoundState:
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
     replaced: tuple[int, ...] = ()
     """Evicted nodes that have come back, or for which the scheduler was asked for another node."""
-    formation: Mapping[str, Any] | None = None
-    """Newest live_messages.Formation of this round (live recovery)."""
+    formation: Formation = Formation()
+    """Newest formation of this round (live recovery)."""
     result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
+
+
+ROUND = TypeAdapter(RoundState)
+"""Reader of its JSON."""
 
 
 class Membership:
@@ -235,7 +241,7 @@ class Membership:
             standbys = {str(i): self.entries.get(i, {}).get("standby", "") for i in self.round.members}
             self.round = replace(self.round, standbys={**self.round.standbys, **standbys})
             self._changed.notify_all()
-        self.store.set("round", json.dumps(asdict(self.round)))
+        self.store.set("round", to_json(self.round))
         return self.round
 
     def evict(self, indices: Iterable[int]) -> None:
@@ -285,7 +291,7 @@ class Membership:
     def machine_states(self, number: int) -> dict[int, MachineState]:
         """Return the states of the other members that have started this round (live recovery)."""
         plain = {i: self.entries.get(i, {}).get("live") for i in self.round.members if i != self.index}
-        return {i: MachineState.from_plain(each) for i, each in plain.items() if each and each["round"] == number}
+        return {i: STATE.validate_python(each) for i, each in plain.items() if each and each["round"] == number}
 
     def seconds_since_failure(self, index: int, number: int) -> float:
         """Return the seconds since the leader learned that a round failed on a node; 0 if it has not."""
@@ -342,8 +348,7 @@ class Membership:
         """Pause between two heartbeats."""
         if not self.section.recovers_live:
             return HEARTBEAT_SECONDS
-        formation = self.round.formation or {}
-        is_busy = formation.get("is_broken") or formation.get("is_wanted")
+        is_busy = self.round.formation.is_broken or self.round.formation.is_wanted
         return BUSY_HEARTBEAT_SECONDS if is_busy else LIVE_HEARTBEAT_SECONDS
 
     def _heartbeat(self, store: Store) -> None:
@@ -354,7 +359,7 @@ class Membership:
         if self.is_leader:
             self._read_entries(store)
         elif store.check(["round"]):
-            state = RoundState(**json.loads(store.get("round")))
+            state = ROUND.validate_json(store.get("round"))
             with self._changed:
                 if store is self.store:
                     self.round = state

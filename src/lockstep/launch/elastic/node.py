@@ -193,7 +193,7 @@ class Node:
     def _place(self, state: RoundState) -> MachinePlace:
         membership, sizes = self.membership, state.plan["sizes"]
         place = state.members.index(membership.index)
-        joins = bool(state.formation)
+        joins = bool(state.formation.version)
         return MachinePlace(
             machine=membership.index,
             round=state.number,
@@ -225,8 +225,7 @@ class Node:
     def _find_successor(self) -> bool:
         """Find a successor of the lost leader, or become it -> whether there is one."""
         membership = self.membership
-        formation = membership.round.formation
-        if not (self.is_live and formation and formation["is_training"]):
+        if not (self.is_live and membership.round.formation.is_training):
             return False
         return membership.index not in membership.round.evicted and leader_failover.succeed(
             membership, self.logs.parent
