@@ -15,7 +15,7 @@ from lockstep.base.config import dump, parse
 from lockstep.base.contracts import Request
 from lockstep.base.errors import ConfigError, LaunchError
 from lockstep.base.templates import render
-from lockstep.launch.launchers.slurm import Slurm, quote
+from lockstep.launch.launchers.slurm import Config, Slurm, quote
 from lockstep.recipe.recipe import Recipe
 
 EXAMPLE = EXAMPLES / "slurm" / "train.slurm"
@@ -59,16 +59,16 @@ def example():
         job_name="lockstep",
         nodes=1,
         cpus=2,
-        time="1:00:00",
         output="%x-%j.out",
-        setup=["PATH=$PWD/.venv/bin:$PATH # where Lockstep is installed"],
+        config=Config(
+            kind="slurm", time="1:00:00", setup=("PATH=$PWD/.venv/bin:$PATH # where Lockstep is installed",)
+        ),
         command="lockstep",
         arguments='"${1:?name a config}" launch.kind=slurm "launch.nodes=$SLURM_NNODES" '
         '"run.name=$SLURM_JOB_NAME-$SLURM_JOB_ID" "${@:2}"',
-        requeues=100,
-        warning_seconds=120,
-        **dict.fromkeys(("gpus", "memory", "partition", "account", "is_elastic", "recovers_live")),
-        **dict.fromkeys(("options", "modules", "srun_options"), ()),
+        is_elastic=False,
+        options=(),
+        srun_options=(),
         quote=quote,
     )
 

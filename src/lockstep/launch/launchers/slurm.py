@@ -153,9 +153,8 @@ class Slurm:
         no_kill = ["--no-kill"] if is_elastic and not joins else []
         return render(
             "launch/launchers/slurm_join.sh.j2" if joins else "launch/launchers/slurm.sh.j2",
-            **config.model_dump(include=TEMPLATED),
+            config=config,
             header=[JOIN_HEADER if joins else f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
-            recovers_live=config.recovers_live,
             job_name=folder.name,
             nodes=str(config.nodes).replace(":", "-"),
             cpus=config.cpus_of(self.threads),
@@ -170,20 +169,6 @@ class Slurm:
             arguments=shlex.join([str(request.recipe), *request.arguments]),
             quote=quote,
         )
-
-
-TEMPLATED = {
-    "gpus",
-    "memory",
-    "time",
-    "partition",
-    "account",
-    "warning_seconds",
-    "modules",
-    "setup",
-    "requeues",
-}
-"""Settings that the script's template uses as they are."""
 
 
 def quote(value: object) -> str:
