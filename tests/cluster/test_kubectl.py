@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lockstep.base.errors import LaunchError
 from lockstep.cli import _app
-from lockstep.launch.launchers.kubernetes import State
+from lockstep.launch.launchers.kubernetes import state_of
 
 
 def submit(folder, *overrides):
@@ -80,6 +80,6 @@ STATES = {
 @pytest.mark.parametrize("case", STATES)
 def test_state_of_a_job_in_words(case):
     found, text, has_ended = STATES[case]
-    state = State.of({**BEGAN, **found}, datetime(2026, 1, 4, 23, 3, 59, tzinfo=UTC))
-    assert state.text.startswith(text)
-    assert state.has_ended == has_ended
+    told, is_over = state_of({**BEGAN, **found}, datetime(2026, 1, 4, 23, 3, 59, tzinfo=UTC))
+    assert told.startswith(text)
+    assert is_over == has_ended

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -85,10 +84,10 @@ class Kubernetes:
         note = self.note()
         job = _get(note)
         if job is not None:
-            state = State.of(job)
-            if not state.has_ended:
+            text, has_ended = state_of(job)
+            if not has_ended:
                 raise LaunchError(
-                    f"{_describe(note)} {state.text}: cancel it with `lockstep cancel {logs.parent}`, or choose "
+                    f"{_describe(note)} {text}: cancel it with `lockstep cancel {logs.parent}`, or choose "
                     "another run.name"
                 )
             _call(note, "delete", RESOURCES[note["resource"]], note["name"], "--cascade=foreground")
@@ -113,11 +112,11 @@ class Kubernetes:
         job = _get(note)
         if job is None:
             return f"{_describe(note)} is not in the cluster: it was deleted, or never submitted"
-        return f"{_describe(note)} {State.of(job).text}"
+        return f"{_describe(note)} {state_of(job)[0]}"
 
     def is_over(self, note: Mapping[str, Any]) -> bool:
         job = _get(note)
-        return job is None or State.of(job).has_ended
+        return job is None or state_of(job)[1]
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
         """Return rank 0's log; the cluster keeps what pods print."""
@@ -128,38 +127,32 @@ class Kubernetes:
         job = _get(note)
         if job is None:
             raise LaunchError(f"{_describe(note)} is not in the cluster: there is nothing to cancel")
-        state, names = State.of(job), [f"{RESOURCES[note['resource']]}/{note['name']}"]
-        names.append(f"configmap/{note['name']}-recipe")
+        names = f"{RESOURCES[note['resource']]}/{note['name']}", f"configmap/{note['name']}-recipe"
         _call(note, "delete", *names, "--cascade=foreground", "--wait=false", "--ignore-not-found")
-        if state.has_ended:
-            return f"deleted {_describe(note)}, which {state.text}"
+        text, has_ended = state_of(job)
+        if has_ended:
+            return f"deleted {_describe(note)}, which {text}"
         seconds = note["grace_seconds"] + MARGIN_SECONDS
         return f"deleted {_describe(note)}: its pods save and stop, within {seconds} s"
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    text: str
-    has_ended: bool
-
-    @classmethod
-    def of(cls, job: Mapping[str, Any], now: datetime | None = None) -> "State":
-        """Return the state of a JobSet or a TrainJob, from kubectl's JSON."""
-        status, spec = job.get("status", {}), job.get("spec", {})
-        created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
-        age = f"submitted {_ago((now or datetime.now(UTC)) - created)}"
-        conditions = {c["type"]: c for c in status.get("conditions", []) if c["status"] == "True"}
-        if "Completed" in conditions or "Complete" in conditions:
-            return cls(text=f"has completed ({age})", has_ended=True)
-        if failed := conditions.get("Failed"):
-            reason = ": ".join(text for text in (failed.get("reason"), failed.get("message")) if text)
-            return cls(text=f"has failed ({reason}; {age})", has_ended=True)
-        if spec.get("suspend"):
-            return cls(text=f"is suspended or queued ({age})", has_ended=False)
-        jobs = status.get("replicatedJobsStatus") or status.get("jobsStatus") or []
-        phase = "runs" if any(job.get("ready") for job in jobs) else "waits for pods"
-        restarts = f"{status['restarts']} restarts, " if status.get("restarts") else ""
-        return cls(text=f"{phase} ({restarts}{age})", has_ended=False)
+def state_of(job: Mapping[str, Any], now: datetime | None = None) -> tuple[str, bool]:
+    """Describe the state of a JobSet or a TrainJob, from kubectl's JSON -> a phrase, and whether it has ended."""
+    status, spec = job.get("status", {}), job.get("spec", {})
+    created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+    age = f"submitted {_ago((now or datetime.now(UTC)) - created)}"
+    conditions = {c["type"]: c for c in status.get("conditions", []) if c["status"] == "True"}
+    if "Completed" in conditions or "Complete" in conditions:
+        return f"has completed ({age})", True
+    if failed := conditions.get("Failed"):
+        reason = ": ".join(text for text in (failed.get("reason"), failed.get("message")) if text)
+        return f"has failed ({reason}; {age})", True
+    if spec.get("suspend"):
+        return f"is suspended or queued ({age})", False
+    jobs = status.get("replicatedJobsStatus") or status.get("jobsStatus") or []
+    phase = "runs" if any(job.get("ready") for job in jobs) else "waits for pods"
+    restarts = f"{status['restarts']} restarts, " if status.get("restarts") else ""
+    return f"{phase} ({restarts}{age})", False
 
 
 def _ago(age: timedelta) -> str:
