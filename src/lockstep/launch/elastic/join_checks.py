@@ -33,17 +33,16 @@ def versions() -> dict[str, str]:
     return {"Lockstep": version("lockstep-train"), "torch": str(torch.__version__)}
 
 
-def introduce(store: StoreServer, folder: Path, *, is_alone: bool) -> Path | None:
-    """Open the leader's store to other nodes, if any -> the file by which they recognise the run's folder, if any."""
-    nonce, file = secrets.token_hex(8), None
-    if not is_alone:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{NONCE_PREFIX}*"):
-            stale.unlink(missing_ok=True)
-        file = folder / f"{NONCE_PREFIX}{nonce}"
-        file.touch()
-        greeting = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
-        store.open_to(run_secret.create(folder), greeting)
+def introduce(store: StoreServer, folder: Path) -> Path:
+    """Open the leader's store to other nodes -> the file by which they recognise the run's folder."""
+    nonce = secrets.token_hex(8)
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(f"{NONCE_PREFIX}*"):
+        stale.unlink(missing_ok=True)
+    file = folder / f"{NONCE_PREFIX}{nonce}"
+    file.touch()
+    greeting = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
+    store.open_to(run_secret.create(folder), greeting)
     return file
 
 
@@ -79,10 +78,6 @@ def join(store: StoreClient, folder: Path, *, seconds: float) -> StoreClient:
             "folder that all machines share",
             code="LS-NODE-03",
         )
-    return _admitted(store, folder)
-
-
-def _admitted(store: StoreClient, folder: Path) -> StoreClient:
     try:
         return connected(store.host, store.port, run_secret.read(folder), timeout=STORE_TIMEOUT)
     except OSError as error:
@@ -101,9 +96,3 @@ def _rejection(store: StoreClient, text: str, *, code: str) -> Rejection:
         again.read_greeting()
         again.reject(text=text, code=code)
     return Rejection(text, code=code)
-
-
-def rejection(store: StoreServer) -> Rejection | None:
-    """Return why a node cannot join, if one has reported it to the leader."""
-    reported = store.rejection
-    return Rejection(reported["text"], code=reported["code"]) if reported else None

@@ -27,10 +27,10 @@ QUIET_SECONDS = 2.0
 class Leader:
     """The leader's decisions over the rounds of a run."""
 
-    def __init__(self, membership: Membership, logs: Path, *, is_live: bool, process_multiple: int = 1) -> None:
+    def __init__(self, membership: Membership, logs: Path, *, process_multiple: int = 1) -> None:
         """`process_multiple`: see Plan."""
         self.membership, self.section, self.logs = membership, membership.section, logs
-        self.is_live, self.process_multiple = is_live, process_multiple
+        self.process_multiple = process_multiple
         self.store: StoreServer | None = None
         """Store of the round, through which its processes connect."""
         self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
@@ -54,24 +54,19 @@ class Leader:
         elif number > 1:
             sys.stderr.write(f"Going on with {self._size(members)}.\n")
         rotate_logs(self.logs)
-        store = self._serve_round()
+        if self.store is not None:
+            self.store.close()
+        # a new store: the last one has addresses of processes that have ended
+        self.store = serve_store(replace(self.membership.endpoint, port=0)).open_to(run_secret.create(self.logs.parent))
         plan = {
             "resume": number > 1 and bool(self.checkpoints),  # --resume never or PATH is for the first round
             "max_processes": self.max_processes,
-            "port": store.port,
+            "port": self.store.port,
             "sizes": [self._processes(index) for index in members],
         }
         return self.membership.publish_round(
             number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=Formation()
         )
-
-    def _serve_round(self) -> StoreServer:
-        """Serve a new store: the last one has addresses of processes that have ended."""
-        if self.store is not None:
-            self.store.close()
-        endpoint = replace(self.membership.endpoint, port=0)
-        self.store = serve_store(endpoint).open_to(run_secret.create(self.logs.parent))
-        return self.store
 
     def _rendezvous(self) -> list[int]:
         """Wait for up to max_nodes, or for min_nodes and the last call -> the members."""

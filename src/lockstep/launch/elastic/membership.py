@@ -199,7 +199,8 @@ class Membership:
 
     def introduce(self, store: Store, folder: Path) -> None:
         assert isinstance(store, StoreServer)
-        self._nonce_file = join_checks.introduce(store, folder, is_alone=self.is_alone)
+        if not self.is_alone:
+            self._nonce_file = join_checks.introduce(store, folder)
 
     def _next_index(self) -> int:
         return self.store.add("nodes", 1) - 1
@@ -207,7 +208,8 @@ class Membership:
     def rejection(self) -> LaunchError | None:
         """Return why a node cannot join, if one has reported it to the leader."""
         assert isinstance(self.store, StoreServer)
-        return join_checks.rejection(self.store)
+        reported = self.store.rejection
+        return join_checks.Rejection(reported["text"], code=reported["code"]) if reported else None
 
     # ---- publishing and waiting
 

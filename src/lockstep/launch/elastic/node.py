@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import signal
 import sys
 import threading
 import time
@@ -122,7 +121,9 @@ class Node:
             except SignalReceived as error:
                 kill_children(other_children)  # such as one that was being started
                 if self.membership.can_withdraw:
-                    return self._withdraw(error.number)
+                    self.membership.publish(has_withdrawn=True)
+                    sys.stderr.write(f"{self.membership.name} leaves the run ({error.number.name}); the others go on\n")
+                    return 0
                 leave_seconds = self.section.grace_seconds
                 self._announce(Interrupted(f"{self.membership.name} was ended by {error.number.name}"))
                 raise Interrupted(f"ended by {error.number.name}") from None
@@ -136,7 +137,7 @@ class Node:
 
     def _lead(self, ended: "tuple[RoundState, Failure | None] | None") -> int:
         """Lead the run to its end; if given, from where a round has `ended`."""
-        leader = Leader(self.membership, self.logs, is_live=self.is_live, process_multiple=self.plan.process_multiple)
+        leader = Leader(self.membership, self.logs, process_multiple=self.plan.process_multiple)
         while True:
             if ended is None:
                 state = leader.start_round()
@@ -224,18 +225,9 @@ class Node:
 
     def _find_successor(self) -> bool:
         """Find a successor of the lost leader, or become it -> whether there is one."""
-        membership = self.membership
-        if not (self.is_live and membership.round.formation.is_training):
-            return False
-        return membership.index not in membership.round.evicted and leader_failover.succeed(
-            membership, self.logs.parent
-        )
-
-    def _withdraw(self, number: signal.Signals) -> int:
-        """Leave the run after a signal; the others go on."""
-        self.membership.publish(has_withdrawn=True)
-        sys.stderr.write(f"{self.membership.name} leaves the run ({number.name}); the others go on\n")
-        return 0
+        state = self.membership.round
+        can_go_on = self.is_live and state.formation.is_training and self.membership.index not in state.evicted
+        return can_go_on and leader_failover.succeed(self.membership, self.logs.parent)
 
     def _announce(self, error: LockstepError) -> None:
         """Let the other nodes know that the run ends here."""
