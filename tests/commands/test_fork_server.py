@@ -136,7 +136,7 @@ sys.path.insert(0, os.getcwd())
 server = ForkServer(["leaves"])
 assert server.is_ready()
 environment = {**os.environ, "RANK": "0"}
-worker = server.fork(WorkerStart(module="leaves", arguments=(), environment=environment, outputs={}, began=time.time()))
+worker = server.fork(WorkerStart(module="leaves", arguments=(), environment=environment, began=time.time()))
 while psutil.pid_exists(worker.pid):
     time.sleep(0.01)
 worker.terminate()
@@ -162,7 +162,7 @@ sys.path.insert(0, os.getcwd())
 server = ForkServer(["draws"])
 assert server.is_ready()
 for _ in range(2):
-    start = WorkerStart(module="draws", arguments=(), environment=None, outputs={}, began=time.time())
+    start = WorkerStart(module="draws", arguments=(), environment=None, began=time.time())
     assert server.fork(start).wait(60) == 0
 server.close()
 """

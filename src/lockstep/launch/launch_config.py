@@ -99,16 +99,6 @@ class LaunchSection(PluginSection):
         return self.failure_timeout_seconds
 
     @property
-    def worker_timeout_seconds(self) -> float:
-        """Seconds after which a stopped process counts as lost (live recovery)."""
-        return self.failure_timeout_seconds
-
-    @property
-    def spare_processes(self) -> int:
-        """Processes per machine that wait to take the place of a lost one (live recovery)."""
-        return 0
-
-    @property
     def min_nodes(self) -> int:
         return int(str(self.nodes).split(":")[0])
 
@@ -139,7 +129,8 @@ class LaunchSection(PluginSection):
     def check_machine(self, threads: int) -> None:
         """Raise LaunchError if this machine lacks the cores or network interface that the settings ask for."""
         most = MAX_PER_CORE * cores()
-        counts = {"run.threads": threads, "launch.processes": self.processes, "launch.spares": self.spare_processes}
+        spares = getattr(self, "spares", 0)
+        counts = {"run.threads": threads, "launch.processes": self.processes, "launch.spares": spares}
         for key, number in counts.items():
             if number != "auto" and number > most:
                 raise LaunchError(
@@ -213,16 +204,8 @@ class LiveLaunchSection(LaunchSection):
         return self.recovery == "auto" and not self.recovers_live
 
     @property
-    def spare_processes(self) -> int:
-        return self.spares
-
-    @property
     def machine_timeout_seconds(self) -> float:
         return MISSED_HEARTBEATS * self.heartbeat_seconds if self.recovers_live else self.failure_timeout_seconds
-
-    @property
-    def worker_timeout_seconds(self) -> float:
-        return self.heartbeat_seconds
 
 
 class JobSection(LiveLaunchSection):

@@ -41,8 +41,7 @@ def start(module: str, arguments: Sequence[str], log: Path) -> Started:
     """Start a launcher, which appends its output to `log`."""
     if (server := _server.get()) is not None:
         own = ("0", *arguments)
-        outputs = dict.fromkeys((1, 2), str(log))
-        launcher = WorkerStart(module=module, arguments=own, environment=None, outputs=outputs, began=time.time())
+        launcher = WorkerStart(module=module, arguments=own, environment=None, log=str(log), began=time.time())
         with suppress(ServerKilled):
             return server.fork(launcher)
     command = [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments]

@@ -35,9 +35,8 @@ from lockstep.protocol.live_messages import TERMINAL
 POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
 KILLED = -9
 """The exit code of workers whose server was killed: they are killed with it."""
-SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
+SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")]
 """Signals that the launcher and the workers handle; the server ignores them."""
-NUMBERS = [getattr(signal, name) for name in SIGNALS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +45,22 @@ class WorkerStart:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] | None
     """Environment variables; None: those of the server."""
-    outputs: Mapping[int, str]
-    """Files for stdout (1) and stderr (2), unless they are those of the launcher."""
+    log: str = ""
+    """File for stdout and stderr, unless they are those of the launcher."""
     began: float
     """Time at which its start began, in seconds since 1970."""
 
 
-def refusal(modules: Sequence[str], section: LaunchSection, *, threads: int) -> str:
-    """Return why workers with so many threads cannot be forked from this process; empty if they can."""
-    if sys.platform != "linux" or not _has_pidfd():
-        return "this system lacks what it needs"
-    if torch.backends.cuda.is_built() or torch.xpu._is_compiled():
-        return "a driver may have been initialized"
-    if section.environment or section.debug:
-        return "a new process may read these variables before it runs any code of ours"
-    if not modules:
-        return "it is not known what they import"
-    if threads != torch.get_num_threads():
-        return "OpenMP has read its variables already"
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "there are threads, which a forked process lacks, and whose locks may be held"
-    return ""
+def _can_fork(modules: Sequence[str], section: LaunchSection, *, threads: int) -> bool:
+    """Return whether workers with so many threads can be forked from this process."""
+    reasons_not_to = (
+        not modules,
+        sys.platform != "linux" or not _has_pidfd(),
+        torch.backends.cuda.is_built() or torch.xpu._is_compiled(),  # a driver may have been initialized
+        section.environment or section.debug,  # a new process may read these before it runs any code of ours
+        threads != torch.get_num_threads(),  # OpenMP has read its variables already
+    )
+    return not any(reasons_not_to) and len(os.listdir("/proc/self/task")) == 1  # a forked process lacks other threads
 
 
 def _has_pidfd() -> bool:
@@ -84,7 +78,7 @@ def serving(modules: Sequence[str], section: LaunchSection, *, threads: int) -> 
     Must be called before this process starts threads.
     """
     loading.resume_collections()  # a launcher lives for long, and leaves the output to the workers
-    if refusal(modules, section, threads=threads):
+    if not _can_fork(modules, section, threads=threads):
         yield None
         return
     server = ForkServer(modules)
@@ -216,7 +210,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         lifetime.name_process(lifetime.FORK_SERVER)
         os.setsid()
         is_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        for number in NUMBERS:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _forget_script_folder()
         deferred_imports.install()
@@ -272,7 +266,7 @@ def _loop(launcher: Connection, *, is_background: bool) -> NoReturn:
 
 def _fork(start: WorkerStart, *, inherited: Sequence[int], is_background: bool) -> int:
     """Start a worker -> its process id. Signals that come before it can handle them wait. Raises OSError."""
-    server, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    server, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         pid = os.fork()
         if pid == 0:
@@ -315,16 +309,17 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
         random.seed()  # a new interpreter draws other numbers, too
     for descriptor in inherited:
         os.close(descriptor)
-    for number in NUMBERS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_background else signal.default_int_handler)
     ctrl_c.exit_silently(Interrupted.exit_code)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     is_live = start.environment is not None and TERMINAL in start.environment
     terminal = f"{os.dup(1)},{os.dup(2)}" if is_live else ""
-    for descriptor, name in start.outputs.items():
-        file = os.open(name, os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, descriptor)
+    if start.log:
+        file = os.open(start.log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, lifetime.STDERR)
         os.close(file)
     faulthandler.enable(lifetime.STDERR)
     if start.environment is not None:

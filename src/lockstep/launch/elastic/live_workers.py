@@ -5,7 +5,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -13,7 +13,7 @@ from lockstep.core.host.memory_meter import oom_kills
 from lockstep.launch.elastic.failure import death
 from lockstep.launch.elastic.live_slots import Slot, in_whole_replicas, requested_size, resize
 from lockstep.launch.elastic.worker_processes import MachinePlace, WorkerGroupStart, WorkerProcess, WorkerProcesses
-from lockstep.launch.launch_config import LaunchSection
+from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
 from lockstep.protocol import run_secret
 from lockstep.protocol.live_messages import (
     JOINS,
@@ -37,9 +37,10 @@ RESIZE_SECONDS = 0.5
 
 class LiveWorkers(WorkerProcesses):
     def __init__(self, start: WorkerGroupStart, place: MachinePlace, section: LaunchSection) -> None:
-        super().__init__(start, place, section.worker_timeout_seconds)
+        assert isinstance(section, LiveLaunchSection)
+        super().__init__(start, place, section.heartbeat_seconds)
         self.section = section
-        processes = start.processes + section.spare_processes
+        processes = start.processes + section.spares
         self.store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(start.logs.parent))
         self.notes = LiveMessages(self.store)
         self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
@@ -57,7 +58,7 @@ class LiveWorkers(WorkerProcesses):
         """Failures of killed members by slot: they count if no member is left."""
         self.has_finished = False
         """Whether a worker has ended regularly, or all have to end: none is started any more."""
-        self.terminal = os.dup(1), os.dup(2)
+        self.inherited = self.terminal = os.dup(1), os.dup(2)
         """Descriptors of the terminal, for the worker that becomes rank 0."""
 
     def state(self) -> MachineState:
@@ -88,10 +89,6 @@ class LiveWorkers(WorkerProcesses):
         report = self.reports.get(name)
         return report is not None and (report.part is not None or name not in self.formation.assigned)
 
-    def start_one(self, slot: int) -> None:
-        """Start a worker; spares start once the others train, as they would compete with them."""
-        self._start(slot, joins=self.place.joins)
-
     def look(self) -> None:
         """Handle exits, stopped workers, reports and requests to resize, and start the workers that are due."""
         self.kill_stopped()
@@ -115,7 +112,7 @@ class LiveWorkers(WorkerProcesses):
             self.broken_since = time.monotonic()
         if formation.is_training and not before.is_training:
             for slot in self.slots:
-                if slot.is_spare:
+                if slot.is_spare:  # which would have competed with them before
                     slot.schedule()
         self.notes.publish(formation)
         if is_new:
@@ -195,11 +192,11 @@ class LiveWorkers(WorkerProcesses):
                 slot.due = None
                 continue
             try:
-                self._start(number, joins=True)
+                self.start_one(number, joins=True)
             except OSError:  # memory may be short; the others go on
                 slot.schedule(has_failed=True)
 
-    def _start(self, slot: int, *, joins: bool) -> None:
+    def start_one(self, slot: int, *, joins: bool) -> None:
         place = self.place
         name = worker_name(place.machine, slot, self.slots[slot].begin())
         own = {
@@ -210,9 +207,6 @@ class LiveWorkers(WorkerProcesses):
             **({SHIELDED: "1"} if place.is_replacement else {}),
         }
         self.begin(slot, name, own, joins=joins)
-
-    def inherited(self) -> Sequence[int]:
-        return self.terminal
 
     # ---- ending
 

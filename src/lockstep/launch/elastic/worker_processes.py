@@ -89,6 +89,9 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
+    inherited: Sequence[int] = ()
+    """File descriptors that workers have besides their standard streams."""
+
     def __init__(self, start: WorkerGroupStart, place: MachinePlace, stopped_limit_seconds: float) -> None:
         """`stopped_limit_seconds`: how long a signal or a debugger may stop a worker before it is killed."""
         self.start, self.place, self.stopped_limit_seconds = start, place, stopped_limit_seconds
@@ -106,7 +109,7 @@ class WorkerProcesses:
         start = self.start
         try:
             for slot in range(start.processes):
-                self.start_one(slot)
+                self.start_one(slot, joins=self.place.joins)
         except ServerKilled:
             raise
         except OSError as error:
@@ -117,16 +120,16 @@ class WorkerProcesses:
             if start.fork_server is not None:
                 start.fork_server.began = None
 
-    def start_one(self, slot: int) -> None:
-        """Start the first worker of a slot. Raises OSError."""
-        self.begin(slot, str(slot))
+    def start_one(self, slot: int, *, joins: bool) -> None:
+        """Start the worker of a slot. Raises OSError."""
+        self.begin(slot, str(slot), {}, joins=joins)
 
-    def begin(self, slot: int, name: str, more: Mapping[str, str] | None = None, *, joins: bool = False) -> None:
+    def begin(self, slot: int, name: str, more: Mapping[str, str], *, joins: bool) -> None:
         """Start a worker, with `more` variables; one that joins starts as a world of its own. Raises OSError."""
         place, start = self.place, self.start
         is_main = not (slot or place.first_rank or place.joins)
         log = start.logs / (f"rank-{self._label(slot)}.log" if not is_main else "rank-0.again.log")
-        variables = {**os.environ, **start.environment, **self._variables(slot, joins=joins), **(more or {})}
+        variables = {**os.environ, **start.environment, **self._variables(slot, joins=joins), **more}
         with ctrl_c.blocked():
             process = self._process(variables, None if is_main and not joins else log)
         self.running[name] = WorkerProcess(name=name, slot=slot, process=process)
@@ -149,7 +152,7 @@ class WorkerProcesses:
                     module=module,
                     arguments=tuple(words),
                     environment=variables,
-                    outputs={1: str(log), 2: str(log)} if log else {},
+                    log=str(log or ""),
                     began=server.began or time.time(),
                 )
             )
@@ -160,13 +163,9 @@ class WorkerProcesses:
                 env=dict(variables),
                 stdout=file if log else writers.get(1),
                 stderr=file if log else writers.get(2),
-                pass_fds=self.inherited(),
+                pass_fds=self.inherited,
                 start_new_session=self.start.own_sessions,
             )
-
-    def inherited(self) -> Sequence[int]:
-        """Return file descriptors that workers have besides their standard streams."""
-        return ()
 
     def _variables(self, slot: int, *, joins: bool) -> dict[str, str]:
         """Return the variables that torchrun sets for every process."""

@@ -11,6 +11,7 @@ import psutil
 
 from lockstep.base import ctrl_c
 from lockstep.base.errors import Interrupted
+from lockstep.core.host import signals
 from lockstep.launch.elastic.failure import Failure
 from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.worker_processes import WorkerProcesses
@@ -18,8 +19,6 @@ from lockstep.launch.launch_config import LaunchSection
 
 FAILED_SECONDS = 15.0
 """After a failure, how long other workers may take to exit by themselves and finish a checkpoint."""
-HANDLED = ("SIGINT", "SIGTERM", "SIGUSR1")
-"""Signals after which workers save."""
 PAUSE_SECONDS = 0.1
 """Longest pause between two checks whether the round is to end."""
 RANKS_SECONDS = 10.0
@@ -98,7 +97,7 @@ class Round:
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End the round after a signal: as SIGTERM where workers do not handle that one."""
-        self._end(number if number.name in HANDLED else signal.SIGTERM)
+        self._end(number if number in signals.SIGNALS else signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
         """Have the workers save and exit in the grace period."""
@@ -119,12 +118,12 @@ def signals_raised() -> Iterator[None]:
             received.append(time.monotonic())
             raise SignalReceived(signal.Signals(number))
 
-    before = {name: signal.signal(getattr(signal, name), stop) for name in SIGNALS}
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def kill_children(keep: set[psutil.Process]) -> None:
