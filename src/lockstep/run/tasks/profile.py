@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +25,30 @@ from lockstep.training.loop_state import Training
 NEEDS_GROUP = True
 
 
-class StepMeasurement:
-    """Measures the steps that pass through it, in turn by phase, by counting, and by tracing."""
+class ProfileTask(ScaleTask):
+    """Measures the steps of a training, in turn by phase, by counting, and by tracing."""
 
-    def __init__(self, request: ProfileRequest, parts: Components, *, rank: int, folder: Path) -> None:
-        self.request, self.parts, self.rank, self.folder = request, parts, rank, folder
-        self.found: dict[str, Any] = {"rank": rank, "memory": memory_by_kind(parts)}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.request, self.folder = self.asked(ProfileRequest), self.request_file.parent
+        self.found: dict[str, Any] = {"rank": self.world.rank}
         self.micro_batches = 0
 
-    def around(self, steps: Steps) -> Steps:
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Train, and write down what was measured."""
+        super().run(resume, allow_drift=allow_drift)
+        trials.write_result(self.folder, self.world.rank, self.found)
+
+    def starting(self, training: Training) -> None:
+        precision, parameters = self.recipe.train.precision, sum(each.numel() for each in self.parts.model.parameters())
+        self.found["memory"] = memory_by_kind(self.parts)
+        all_gather_object(None)  # the peak is one that all ranks reach at the same time
+        self.found["peak_flops"] = peak_flops(precision, self.device)
+        self.found["faster_precision"] = faster_precision(precision, self.device, parameters=parameters)
+        plain = training.steps
+        training.steps = lambda start: self._measured(plain(start))
+
+    def _measured(self, steps: Steps) -> Steps:
         """Yield the same steps, and measure them."""
         request = self.request
         stages = (
@@ -45,7 +59,7 @@ class StepMeasurement:
             (f"tracing {count_of(request.traced)}", self._trace_operators(), request.traced),
         )
         for text, stage, count in stages:
-            if text and self.rank == 0:
+            if text and self.world.is_main:
                 trials.announce(self.folder, f"{text} ...")
             with stage:
                 for _ in range(count):
@@ -100,7 +114,7 @@ class StepMeasurement:
 
     @contextmanager
     def _trace_operators(self) -> Iterator[None]:
-        with traced(trace_file(self.request.traces, self.rank), with_stack=True) as profiler:
+        with traced(trace_file(self.request.traces, self.world.rank), with_stack=True) as profiler:
             yield
         self.found["operators"] = most_expensive(profiler.events())
 
@@ -119,26 +133,6 @@ def memory_by_kind(parts: Components) -> dict[str, int]:
         "gradients": sum(local_tensor(each).nbytes for each in trained),
         "optimizer": sum(local_tensor(each).nbytes for each in state if isinstance(each, Tensor)),
     }
-
-
-class ProfileTask(ScaleTask):
-    measurement: StepMeasurement
-
-    def starting(self, training: Training) -> None:
-        request, parts = self.asked(ProfileRequest), self.parts
-        measurement = StepMeasurement(request, parts, rank=self.world.rank, folder=self.request_file.parent)
-        self.measurement = measurement
-        all_gather_object(None)  # the peak is one that all ranks reach at the same time
-        measurement.found["peak_flops"] = peak_flops(precision := self.recipe.train.precision, self.device)
-        parameters = sum(each.numel() for each in parts.model.parameters())
-        measurement.found["faster_precision"] = faster_precision(precision, self.device, parameters=parameters)
-        plain = training.steps
-        training.steps = lambda start: measurement.around(plain(start))
-
-    def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Train, and write down what was measured."""
-        super().run(resume, allow_drift=allow_drift)
-        trials.write_result(self.measurement.folder, self.world.rank, self.measurement.found)
 
 
 build = ProfileTask
