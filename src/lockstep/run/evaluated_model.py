@@ -1,7 +1,6 @@
 """The model and the samples of an evaluation, from a run or from an export."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -42,16 +41,8 @@ class Opened:
     calibration: Calibration | None
 
     @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_id if self.tokenizer else 0
-
-    @property
     def objective(self) -> Objective:
         return objective_of(self.spec)
-
-    @property
-    def temperature(self) -> float:
-        return self.calibration.temperature if self.calibration else 1.0
 
 
 def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
@@ -69,9 +60,7 @@ def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
     spec = with_objective(source.spec, job.recipe.model.objective)
     if task.file is not None:
         processor = components.data.processor
-        source = EvaluatedSamples(
-            task=task, spec=spec, tokenizer=tokenizer, processor=processor, job=job
-        ).open_on_all_ranks()
+        source = open_samples(job, task, spec, tokenizer=tokenizer, processor=processor)
     elif task.split == "train":
         source = without_augmentation(components.data.train)
     return Opened(
@@ -109,9 +98,7 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
             device=device,
         ),
         spec=facts.spec,
-        source=EvaluatedSamples(
-            task=task, spec=facts.spec, tokenizer=tokenizer, processor=processor, job=job
-        ).open_on_all_ranks(),
+        source=open_samples(job, task, facts.spec, tokenizer=tokenizer, processor=processor),
         tokenizer=tokenizer,
         step=facts.step,
         digest=facts.digest,
@@ -119,53 +106,41 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedSamples:
-    """The samples of a file or a split, tokenized if the model takes tokens."""
+def open_samples(
+    job: WatchedTask,
+    task: EvaluationRequest,
+    spec: DataSpec,
+    *,
+    tokenizer: Tokenizer | None,
+    processor: Processor | None,
+) -> Source:
+    """Open the samples of a file or a split, tokenized if the model takes tokens; one process of each machine writes
+    caches. Collective. Raises DataError."""
 
-    task: EvaluationRequest
-    spec: DataSpec
-    tokenizer: Tokenizer | None
-    processor: Processor | None
-    job: WatchedTask
-
-    def open_on_all_ranks(self) -> Source:
-        """Open the samples; one process of each machine writes caches. Collective."""
-        local_main_first(self._open, is_local_main=self.job.world.local_rank == 0)
-        with raise_on_all_ranks():
-            return self._open()
-
-    def _open(self) -> Source:
-        """Open the samples. Raises DataError."""
-        data, tokenizer = self.job.recipe.data, self.tokenizer
-        split = self.task.split
-        if self.task.file is not None and data.PACKS:
+    def opened() -> Source:
+        data, split, publish = job.recipe.data, task.split, job.bus.publish
+        if task.file is not None and data.PACKS:
             if "test" not in type(data).model_fields:
                 raise DataError(f"data.kind={data.kind} reads no such file: leave --file out, or set data.kind=text")
-            data, split = data.model_copy(update={"test": self.task.file}), "test"
-        if self.task.file is None or data.PACKS:
-            source = measurable(open_source(data, split), self.job.recipe.evaluate.limit)
+            data, split = data.model_copy(update={"test": task.file}), "test"
+        if task.file is None or data.PACKS:
+            source = measurable(open_source(data, split), job.recipe.evaluate.limit)
         else:
-            source = self._of_file(self.task.file)
-        given, wanted = (spec.labels or spec.numbers for spec in (source.spec, self.spec))
+            columns = {"text_column": task.text_column, "label_column": task.label_column}
+            source = of_file(task.file, spec, processor, **columns, takes_tokens=tokenizer is not None)
+        given, wanted = (each.labels or each.numbers for each in (source.spec, spec))
         if given != wanted:
             raise DataError(
                 f"data.kind={data.kind} has the labels {_short(given)}, but the model has {_short(wanted)}: give the "
                 "data that it was trained on, or other samples with --file"
             )
         if data.PACKS and isinstance(tokenizer, TextTokenizer):
-            return packed(source, data, tokenizer, publish=self.job.bus.publish)
-        return with_tokens(source, data, tokenizer, publish=self.job.bus.publish) if tokenizer else source
+            return packed(source, data, tokenizer, publish=publish)
+        return with_tokens(source, data, tokenizer, publish=publish) if tokenizer else source
 
-    def _of_file(self, file: Path) -> Source:
-        return of_file(
-            file,
-            self.spec,
-            self.processor,
-            text_column=self.task.text_column,
-            label_column=self.task.label_column,
-            takes_tokens=self.tokenizer is not None,
-        )
+    local_main_first(opened, is_local_main=job.world.local_rank == 0)
+    with raise_on_all_ranks():
+        return opened()
 
 
 def _short(labels: tuple[str, ...]) -> str:

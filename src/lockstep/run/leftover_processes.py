@@ -21,7 +21,7 @@ def end_leftovers(seconds: float) -> list[str]:
     Python would wait for most of them forever, and so would readers of this process's output.
     """
     end = time.monotonic() + seconds
-    while (left := _processes()) or _threads():
+    while (left := _processes()) or threads():
         if time.monotonic() >= end:
             break
         psutil.wait_procs(left, timeout=POLL_SECONDS)
@@ -30,16 +30,12 @@ def end_leftovers(seconds: float) -> list[str]:
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=1)
-    names += [f"thread {escape_name(thread.name)}" for thread in _threads()]
+    names += [f"thread {escape_name(thread.name)}" for thread in threads()]
     return names
 
 
-def has_threads() -> bool:
-    """Return whether the interpreter would wait for a thread before it exits."""
-    return bool(_threads())
-
-
-def _threads() -> list[threading.Thread]:
+def threads() -> list[threading.Thread]:
+    """List the threads for which the interpreter would wait before it exits."""
     own = (threading.main_thread(), threading.current_thread())
     return [thread for thread in threading.enumerate() if not thread.daemon and thread not in own]
 

@@ -178,7 +178,7 @@ def leave(code: int) -> NoReturn:
     is_saving = any(thread.name == THREAD for thread in threading.enumerate())
     if left := leftover_processes.end_leftovers(0.0 if code or is_saving else leftover_processes.PATIENCE_SECONDS):
         sys.stderr.write(f"ended, since your code has started and not ended it: {few(left, 5)}\n")
-    if is_saving or leftover_processes.has_threads():
+    if is_saving or leftover_processes.threads():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -59,7 +59,7 @@ class EvaluateTask(WatchedTask):
             self.with_progress(opened),
             opened.source,
             world=self.world,
-            pad_id=opened.pad_id,
+            pad_id=opened.tokenizer.pad_id if opened.tokenizer else 0,
             faults=faults,
             predictions=Predictions(len(opened.source), partial(opened.objective.rows, spec=opened.spec)),
         )
@@ -135,7 +135,8 @@ class EvaluateTask(WatchedTask):
         self, opened: Opened, objective: PredictingObjective, predictions: Predictions
     ) -> tuple[dict[str, Any], list[evaluation_report.HighLossSample]]:
         """Return what follows from the predictions: calibration, metrics per class, the worst samples."""
-        spec, temperature, source, count = opened.spec, opened.temperature, opened.source, self.request.worst
+        spec, source, count = opened.spec, opened.source, self.request.worst
+        temperature = opened.calibration.temperature if opened.calibration else 1.0
         evaluation_report.check(predictions, source)
         wrong = evaluation_report.worst(
             predictions, source, spec, objective=objective, count=count, temperature=temperature
