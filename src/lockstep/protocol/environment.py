@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-CPP_LOG_LEVEL, PYTHON_PATH = "TORCH_CPP_LOG_LEVEL", "PYTHONPATH"
+from lockstep.base.world import environment
+
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 RUN_ID = "lockstep-launcher"
 """TORCHELASTIC_RUN_ID of Lockstep's launchers: MASTER_PORT is that of a store that asks for the run's secret."""
 FLIGHT_RECORDER_EVENTS = 2000
@@ -34,12 +36,10 @@ def is_under_torchrun() -> bool:
 @contextmanager
 def importing_from(folders: Sequence[Path]) -> Iterator[None]:
     """Have the processes that are started or forked in this context look for modules in these folders first."""
-    path, known = sys.path[:], os.environ.get(PYTHON_PATH)
+    path, known = sys.path[:], os.environ.get("PYTHONPATH")
     sys.path[:0] = map(str, folders)
-    os.environ[PYTHON_PATH] = os.pathsep.join([*map(str, folders), *([known] if known else [])])
     try:
-        yield
+        with environment({"PYTHONPATH": os.pathsep.join([*map(str, folders), *([known] if known else [])])}):
+            yield
     finally:
         sys.path[:] = path
-        os.environ.pop(PYTHON_PATH)
-        os.environ.update({PYTHON_PATH: known} if known is not None else {})

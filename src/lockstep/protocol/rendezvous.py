@@ -58,10 +58,6 @@ class Endpoint:
 
 def serve_store(endpoint: Endpoint) -> StoreServer:
     """Serve a store, which has to be opened to other processes; port 0 means any free port. Raises LaunchError."""
-    return StoreServer(_listener(endpoint), STORE_TIMEOUT)
-
-
-def _listener(endpoint: Endpoint) -> socket.socket:
     try:
         family, address = endpoint.address()
     except OSError as error:
@@ -76,7 +72,7 @@ def _listener(endpoint: Endpoint) -> socket.socket:
         listener.close()
         raise LaunchError(_bind_error(endpoint, address, error), code="LS-NODE-04") from None
     check_reachable(Endpoint(host=address, port=listener.getsockname()[1]))
-    return listener
+    return StoreServer(listener, STORE_TIMEOUT)
 
 
 def check_reachable(own: Endpoint) -> None:

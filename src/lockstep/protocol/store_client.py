@@ -3,7 +3,8 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -47,19 +48,17 @@ class StoreClient(Store):
 
     def read_greeting(self, *, seconds: float = ADMISSION_SECONDS) -> None:
         """Read the server's greeting, which is public, waiting for it so long. Raises DistError."""
-
-        def read() -> None:
+        with self._handshake():
             limit_waiting(self._connection, ADMISSION_SECONDS)
             if not self._connection.poll(seconds):
                 raise DistStoreError(f"{self.host}:{self.port} says nothing")
             greeting = json.loads(self._connection.recv_bytes(LARGEST_FIRST))
             self.greeting = {key: str(value) for key, value in greeting.items()}
 
-        self._handshake(read)
-
     def reject(self, *, text: str, code: str) -> None:
         """Report, instead of `prove`, why this process cannot join. Raises DistNetworkError."""
-        self._handshake(lambda: self._connection.send_bytes(json.dumps({"text": text, "code": code}).encode()))
+        with self._handshake():
+            self._connection.send_bytes(json.dumps({"text": text, "code": code}).encode())
         self.close()
 
     def close(self) -> None:
@@ -71,20 +70,18 @@ class StoreClient(Store):
 
     def prove(self, secret: bytes) -> "StoreClient":
         """Prove to know the secret, and check that the server does, after the greeting. Raises DistNetworkError."""
-
-        def prove() -> None:
+        with self._handshake():
             self._connection.send_bytes(b"null")
             answer_challenge(self._connection, secret)
             deliver_challenge(self._connection, secret)
             limit_waiting(self._connection, 0)
-
-        self._handshake(prove)
         self._secret = secret
         return self
 
-    def _handshake(self, step: Callable[[], None]) -> None:
+    @contextmanager
+    def _handshake(self) -> Iterator[None]:
         try:
-            step()
+            yield
         except AuthenticationError:
             self.close()
             raise DistNetworkError(f"{self.host}:{self.port} does not know the run's secret, or has another") from None
