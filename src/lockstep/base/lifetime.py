@@ -19,7 +19,6 @@ from lockstep.base.errors import Interrupted, PeerLost
 
 LAUNCHER = "--launcher"
 """Worker option, followed by the launcher's process id."""
-LOST = PeerLost.exit_code
 FORK_SERVER = "lockstep-fork"
 """The name of the process that workers are forked from."""
 PR_SET_PDEATHSIG = 1
@@ -38,7 +37,7 @@ def end_with_parent(name: str, parent: int | None = None) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.Signals[name])
         if parent is not None and os.getppid() != parent:
-            os._exit(LOST)
+            os._exit(PeerLost.exit_code)
 
 
 def name_process(name: str) -> None:
@@ -52,16 +51,12 @@ def rank_name(rank: str) -> str:
     return f"lockstep-r{rank}"
 
 
-def launch_time() -> float:
-    """Return the start time (seconds since 1970) of a run that is launched now: the command's for its first run."""
-    global began
-    first, began = began, None
-    return first or time.time()
-
-
 def worker_options() -> tuple[str, ...]:
-    """Return the options that tell a worker when its run was launched, and by which process: this one."""
-    return "--began", f"{launch_time():.3f}", LAUNCHER, str(os.getpid())
+    """Return the options that tell a worker when its run was launched, and by which process: this one. The first run
+    of a command begins with the command."""
+    global began
+    first, began = began or time.time(), None
+    return "--began", f"{first:.3f}", LAUNCHER, str(os.getpid())
 
 
 def age_seconds() -> float:

@@ -13,7 +13,6 @@ TEXT = "loading ...\n"
 OBJECTS = 1_000_000
 """Number of objects from which collections begin all the same; torch and transformers create 700,000."""
 _threshold = gc.get_threshold()
-_is_armed = [False]
 
 
 def begin() -> None:
@@ -22,7 +21,6 @@ def begin() -> None:
     gc.set_threshold(OBJECTS, *_threshold[1:])
     atexit.register(gc.freeze)  # else the interpreter ends with a search for garbage, of up to a second
     if hasattr(signal, "setitimer") and sys.stderr.isatty():
-        _is_armed[0] = True
         signal.signal(signal.SIGALRM, _write)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
 
@@ -39,13 +37,11 @@ def resume_collections() -> None:
 
 
 def _disarm() -> None:
-    if _is_armed[0]:
-        _is_armed[0] = False
+    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is _write:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _write(_: int, __: FrameType | None) -> None:
-    if _is_armed[0]:
-        _disarm()
-        os.write(2, TEXT.encode())
+    _disarm()
+    os.write(2, TEXT.encode())

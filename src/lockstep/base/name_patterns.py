@@ -24,12 +24,14 @@ def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str, nou
     left out, and where a pattern matches no whole name, also the first part of a name: "encoder" for "bert.encoder".
     Raises ConfigError, with the nearest name, for a pattern that matches nothing.
     """
-    shared = _shared_part(names)
+    first = {name.partition(".")[0] for name in names}
+    shared = f"{first.pop()}." if len(first) == 1 else ""
     aliases = {name: _aliases(name, shared) for name in names}
+    inner = {name: name.removeprefix(shared).partition(".")[2] for name in names}
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name, known in aliases.items() if any(fnmatchcase(alias, pattern) for alias in known)}
-        own = own or {name for name in names if any(fnmatchcase(each, pattern) for each in _inner(name, shared))}
+        own = own or {name for name in names if any(fnmatchcase(each, pattern) for each in _prefixes(inner[name]))}
         if not own:
             problem = _describe_unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())
             raise ConfigError(f"{setting}: {problem.replace('parameter', noun)}")
@@ -44,20 +46,10 @@ def _describe_unmatched(pattern: str, names: Sequence[str], aliases: Any) -> str
     return f"{pattern!r} matches no parameter or module of the model{nearest(pattern, known)} (its parameters: {some})"
 
 
-def _shared_part(names: Sequence[str]) -> str:
-    first = {name.partition(".")[0] for name in names}
-    return f"{first.pop()}." if len(first) == 1 else ""
-
-
 def _aliases(name: str, shared: str) -> list[str]:
     """List the name and those of the modules that it lies in, each without and with the shared part."""
     short = name.removeprefix(shared)
     return [*_prefixes(short), *(f"{shared}{each}" for each in _prefixes(short) if shared)]
-
-
-def _inner(name: str, shared: str) -> Iterator[str]:
-    """Yield the prefixes of a name without its first part."""
-    return _prefixes(name.removeprefix(shared).partition(".")[2])
 
 
 def _prefixes(name: str) -> Iterator[str]:

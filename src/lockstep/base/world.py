@@ -33,14 +33,12 @@ class World:
     @classmethod
     def from_environment(cls) -> "World":
         """Read torchrun's variables; without them, a single process."""
-        rank, size, local_rank, local_size = (
-            int(os.environ.get(name, default)) for name, default in zip(LAUNCH_VARIABLES, (0, 1, 0, 1), strict=True)
-        )
+        rank, size, local_rank, local_size = LAUNCH_VARIABLES
         return cls(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
+            rank=int(os.environ.get(rank, 0)),
+            size=int(os.environ.get(size, 1)),
+            local_rank=int(os.environ.get(local_rank, 0)),
+            local_size=int(os.environ.get(local_size, 1)),
             has_agent="TORCHELASTIC_RUN_ID" in os.environ,
             shares_gpus=os.environ.get(SHARES_GPUS) == "1",
         )
