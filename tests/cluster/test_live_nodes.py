@@ -14,6 +14,7 @@ from running import lockstep, summary, wait_for_steps
 from lockstep.base.errors import Interrupted
 from lockstep.launch.elastic import leader_failover
 from lockstep.launch.elastic.live_coordinator import Coordinator
+from lockstep.launch.launchers.local import Config
 from lockstep.protocol.live_messages import Exit, MachineState, Position, WorkerReport
 
 pytestmark = pytest.mark.timeout(300)
@@ -203,7 +204,7 @@ def test_all_are_lost(coordinator):
 def test_a_note_of_a_leader_that_is_of_no_use(tmp_path, text):
     if text is not None:
         (tmp_path / leader_failover.NOTE).write_text(text)
-    assert leader_failover.other_leader(tmp_path) is None
+    assert leader_failover.other_leader(tmp_path, Config(kind="local", recovery="live")) is None
 
 
 def pair(coordinator, *, waits_after, lost=(), leaving=(), joins=()):

@@ -178,7 +178,7 @@ def launch_node(
 
         def take_part(*, again: bool = False) -> int:
             nonlocal folder
-            other = _other_leader(recipe.launch, folder, awaits=node.is_leader and not again)
+            other = leader_failover.other_leader(folder, recipe.launch, waits=node.is_leader and not again)
             if again and other is None and (node.is_leader or not answers(node.endpoint, seconds=ANSWER_SECONDS)):
                 raise LaunchError("no leader of this run answers")
             endpoint, follows = other or node.endpoint, other is not None
@@ -206,13 +206,6 @@ def launch_node(
                 raise
             sys.stderr.write(f"{error}\n")
             return 0  # the scheduler takes the worst exit code of all nodes: node 0 decides whether the job is requeued
-
-
-def _other_leader(section: LaunchSection, folder: Path, *, awaits: bool) -> Endpoint | None:
-    """Return the leader of this run, if that is another than node 0."""
-    if not section.recovers_live:
-        return None
-    return leader_failover.awaited_leader(folder, section) if awaits else leader_failover.other_leader(folder)
 
 
 def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:

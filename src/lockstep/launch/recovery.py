@@ -19,7 +19,8 @@ def with_recovery(recipe: Recipe) -> Recipe:
     launch = recipe.launch
     if not launch.decides_recovery:
         return recipe
-    is_live = may_recover_live(recipe) and _has_processes_without_gpus(recipe)
+    is_live = may_recover_live(recipe) and not devices.count_gpus()
+    is_live = is_live and launch.processes_here(recipe.run.threads, recipe.train.shards) > 1
     decided = launch.model_copy(update={"recovery": "live" if is_live else "restart"})
     return recipe.model_copy(update={"launch": decided})
 
@@ -43,7 +44,3 @@ def may_recover_live(recipe: Recipe) -> bool:
     is_possible = recipe.parallel.state_copies != 1 and recipe.train.batchnorm != "sync" and recipe.observe.file is None
     is_here = sys.platform == "linux" and not launch.SUBMITS and launch.max_nodes == 1 and launch.processes != 1
     return is_possible and is_here and not asks_for_restarts
-
-
-def _has_processes_without_gpus(recipe: Recipe) -> bool:
-    return not devices.count_gpus() and recipe.launch.processes_here(recipe.run.threads, recipe.train.shards) > 1

@@ -30,29 +30,31 @@ POLL_SECONDS, ANSWER_SECONDS = 0.02, 1.0
 LARGEST_NOTE = 4096
 
 
-def other_leader(folder: Path) -> Endpoint | None:
-    """Return the address of this run's leader, if that is not node 0, and it answers."""
-    with suppress(OSError, ValueError, KeyError, TypeError, LaunchError):
-        endpoint = Endpoint.parse(str(json.loads(storage.read_regular(folder / NOTE, LARGEST_NOTE))["endpoint"]))
-        if answers(endpoint, seconds=ANSWER_SECONDS):
-            return endpoint
-    return None
-
-
-def awaited_leader(folder: Path, section: LaunchSection) -> Endpoint | None:
-    """Return the leader's address for a restarted node 0, waiting while the others may not have missed it yet."""
-    seconds = section.machine_timeout_seconds + GATHER_SECONDS + MARGIN_SECONDS
-    other = other_leader(folder)
-    if other is not None or not any(folder.glob(f"{NONCE_PREFIX}*")):
+def other_leader(folder: Path, section: LaunchSection, *, waits: bool = False) -> Endpoint | None:
+    """Return the address of this run's leader, if that is not node 0, and it answers. A restarted node 0 `waits` while
+    the others may not have missed it yet."""
+    if not section.recovers_live:
+        return None
+    other = _noted_leader(folder)
+    if other is not None or not waits or not any(folder.glob(f"{NONCE_PREFIX}*")):
         return other
+    seconds = section.machine_timeout_seconds + GATHER_SECONDS + MARGIN_SECONDS
     sys.stderr.write(
         f"an earlier node 0 of this run was killed, or still runs: waiting up to {seconds:.0f} s to see who decides\n"
     )
     end = time.monotonic() + seconds
     while other is None and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        other = other_leader(folder)
+        other = _noted_leader(folder)
     return other
+
+
+def _noted_leader(folder: Path) -> Endpoint | None:
+    with suppress(OSError, ValueError, KeyError, TypeError, LaunchError):
+        endpoint = Endpoint.parse(str(json.loads(storage.read_regular(folder / NOTE, LARGEST_NOTE))["endpoint"]))
+        if answers(endpoint, seconds=ANSWER_SECONDS):
+            return endpoint
+    return None
 
 
 def succeed(membership: Membership, folder: Path) -> bool:

@@ -90,7 +90,7 @@ class Kubernetes:
                     f"{_describe(note)} {text}: cancel it with `lockstep cancel {logs.parent}`, or choose "
                     "another run.name"
                 )
-            _call(note, "delete", RESOURCES[note["resource"]], note["name"], "--cascade=foreground")
+            _run(_kubectl(note, "delete", RESOURCES[note["resource"]], note["name"], "--cascade=foreground"))
         _run(plan.argv)
         pods = f"jobset.sigs.k8s.io/jobset-name={note['name']},batch.kubernetes.io/job-completion-index=0"
         run = logs.parent
@@ -128,7 +128,7 @@ class Kubernetes:
         if job is None:
             raise LaunchError(f"{_describe(note)} is not in the cluster: there is nothing to cancel")
         names = f"{RESOURCES[note['resource']]}/{note['name']}", f"configmap/{note['name']}-recipe"
-        _call(note, "delete", *names, "--cascade=foreground", "--wait=false", "--ignore-not-found")
+        _run(_kubectl(note, "delete", *names, "--cascade=foreground", "--wait=false", "--ignore-not-found"))
         text, has_ended = state_of(job)
         if has_ended:
             return f"deleted {_describe(note)}, which {text}"
@@ -176,12 +176,9 @@ def _kubectl(note: Mapping[str, Any], *arguments: str) -> tuple[str, ...]:
 
 def _get(note: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the job, None if the cluster has none. Raises LaunchError."""
-    text = _call(note, "get", RESOURCES[note["resource"]], note["name"], "--ignore-not-found", "--output=json")
+    what = RESOURCES[note["resource"]], note["name"]
+    text = _run(_kubectl(note, "get", *what, "--ignore-not-found", "--output=json"))
     return json.loads(text) if text.strip() else None
-
-
-def _call(note: Mapping[str, Any], *arguments: str) -> str:
-    return _run(_kubectl(note, *arguments))
 
 
 def _run(argv: tuple[str, ...]) -> str:
