@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from filelock import Timeout
+from pydantic import TypeAdapter
 
 from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.events import EpochDone, Evaluated, Regrouped, Spiked, Steered, StepDone, TextSample, TextsGenerated
@@ -82,14 +83,8 @@ class Backlog:
     def missed(self, plain: list[list[Any]]) -> list[Any]:
         """Return the events of another rank that this one has not published."""
         own = {(type(event), event.step) for event in self.events}
-        events = [_event(name, values) for name, values in plain]
+        events = [TypeAdapter[Any](KINDS[name]).validate_python(values) for name, values in plain]
         return [event for event in events if (type(event), event.step) not in own]
-
-
-def _event(name: str, values: dict[str, Any]) -> Any:
-    if name == TextsGenerated.__name__:
-        values["samples"] = tuple(TextSample(**sample) for sample in values["samples"])
-    return KINDS[name](**values)
 
 
 class LiveTrainTask(TrainTask):
@@ -294,7 +289,8 @@ class LiveTrainTask(TrainTask):
         """Become the process that writes to the terminal, and to the run's files after their certain part."""
         self.is_writer = True
         take_terminal()
-        is_locked = self._lock()
+        with suppress(Timeout):  # a file system may keep a lost machine's lock for longer
+            self.lock.acquire(timeout=LOCK_SECONDS)
         step, first = self.parts.state.step, self.backlog.first_step
         own, self.bus.observers = self.bus.observers, []
         self.subscribe_writers()
@@ -311,7 +307,7 @@ class LiveTrainTask(TrainTask):
         if self.mirror is not None:
             self.mirror.start()
             self.bus.subscribe(self.mirror)
-        if not is_locked:
+        if not self.lock.is_locked:
             self.warn(f"{self.lock.lock_file} is still locked by the lost rank 0: the run goes on without the lock")
 
     def _take_over_steering(self) -> None:
@@ -322,12 +318,6 @@ class LiveTrainTask(TrainTask):
         self.steering.start(settled, repeats=True)
         progress.requests = None
         progress.flags = [*(progress.flags or [False] * 4)[:4], *self.steering.flags(settled)]
-
-    def _lock(self) -> bool:
-        """Lock the run's folder -> whether it is locked: a file system may keep a lost machine's lock for longer."""
-        with suppress(Timeout):
-            self.lock.acquire(timeout=LOCK_SECONDS)
-        return self.lock.is_locked
 
     def _extras(self) -> dict[str, Any]:
         progress = self.training.progress
