@@ -180,4 +180,5 @@ class Launcher(Protocol):
         """Have that job save and end without a restart; return one line on what was done. Raises LaunchError."""
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """Return the log file that contains what a terminal would have shown."""
+        """Return the log file that contains what a terminal would have shown; by default that of rank 0."""
+        return logs / "rank-0.log"

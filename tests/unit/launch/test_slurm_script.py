@@ -46,23 +46,23 @@ def example():
     """examples/slurm/train.slurm: the same template with values that a user edits."""
     return render(
         "launch/launchers/slurm.sh.j2",
-        header=[
-            "Trains a config on one node or several:",
-            "",
-            "    sbatch examples/slurm/train.slurm CONFIG.yaml [section.key=value ...]",
-            "    sbatch --nodes=4 --gres=gpu:8 examples/slurm/train.slurm CONFIG.yaml",
-            "",
-            "Edit the lines down to `srun` for your cluster. `lockstep train CONFIG.yaml launch.kind=slurm` renders the",
-            "same script from the config, and submits it.",
-            "",
-        ],
+        header="\n#".join(
+            [
+                "Trains a config on one node or several:",
+                "",
+                "     sbatch examples/slurm/train.slurm CONFIG.yaml [section.key=value ...]",
+                "     sbatch --nodes=4 --gres=gpu:8 examples/slurm/train.slurm CONFIG.yaml",
+                "",
+                " Edit the lines down to `srun` for your cluster. `lockstep train CONFIG.yaml launch.kind=slurm` renders the",
+                " same script from the config, and submits it.",
+                "",
+            ]
+        ),
         job_name="lockstep",
         nodes=1,
         cpus=2,
         output="%x-%j.out",
-        config=Config(
-            kind="slurm", time="1:00:00", setup=("PATH=$PWD/.venv/bin:$PATH # where Lockstep is installed",)
-        ),
+        config=Config(kind="slurm", time="1:00:00", setup=("PATH=$PWD/.venv/bin:$PATH # where Lockstep is installed",)),
         command="lockstep",
         arguments='"${1:?name a config}" launch.kind=slurm "launch.nodes=$SLURM_NNODES" '
         '"run.name=$SLURM_JOB_NAME-$SLURM_JOB_ID" "${@:2}"',

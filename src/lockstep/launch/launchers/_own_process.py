@@ -4,13 +4,12 @@ import os
 import platform
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.base.contracts import Plan, Request
+from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.launch_config import LaunchSection
 
@@ -26,7 +25,7 @@ class Note(BaseModel):
     """Creation time, in seconds since 1970: process ids are reused."""
 
 
-class OwnProcess:
+class OwnProcess(Launcher):
     """The job is this process, which supervises the workers: each with `threads` threads. By default no more than
     `shards` of them, as more would have no work."""
 
@@ -63,7 +62,3 @@ class OwnProcess:
             raise LaunchError("the run has ended already")
         os.kill(note["process"], signal.SIGTERM)
         return f"signalled process {note['process']} to save and stop"
-
-    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """Return rank 0's log; what was on the terminal is not kept."""
-        return logs / "rank-0.log"

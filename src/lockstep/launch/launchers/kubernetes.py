@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.base.config import MANY
-from lockstep.base.contracts import Plan, Request
+from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.launchers._kubernetes_config import Config as Config
 from lockstep.launch.launchers._kubernetes_manifest import MARGIN_SECONDS, job_name, manifest, relocate
@@ -47,7 +47,7 @@ class Note(BaseModel):
     context: str | None = Field(None, pattern=r"^[^-]", max_length=1024)
 
 
-class Kubernetes:
+class Kubernetes(Launcher):
     """Submits runs to a cluster: processes with `threads` threads each, by default no more than `shards`."""
 
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
@@ -117,10 +117,6 @@ class Kubernetes:
     def is_over(self, note: Mapping[str, Any]) -> bool:
         job = _get(note)
         return job is None or state_of(job)[1]
-
-    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """Return rank 0's log; the cluster keeps what pods print."""
-        return logs / "rank-0.log"
 
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Delete the job; its pods save a checkpoint within their grace period."""

@@ -154,7 +154,7 @@ class Slurm:
         return render(
             "launch/launchers/slurm_join.sh.j2" if joins else "launch/launchers/slurm.sh.j2",
             config=config,
-            header=[JOIN_HEADER if joins else f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
+            header=JOIN_HEADER if joins else f"Trains {folder}. Written by `lockstep train`, submitted with sbatch.",
             job_name=folder.name,
             nodes=str(config.nodes).replace(":", "-"),
             cpus=config.cpus_of(self.threads),
