@@ -1,7 +1,6 @@
 """Text files rendered from Jinja2 templates that lie beside the code, and text within Markdown."""
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 ROOT = Path(__file__).parents[1]
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(ROOT),
-        autoescape=select_autoescape(("html", "html.j2"), default=False),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(ROOT),
+    autoescape=select_autoescape(("html", "html.j2"), default=False),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def render(name: str, **values: Any) -> str:
     """Render the template at a path below src/lockstep, such as "launch/launchers/slurm.sh.j2"; escapes HTML only."""
-    return _environment().get_template(name).render(**values)
+    return ENVIRONMENT.get_template(name).render(**values)
 
 
 def as_markdown(text: str) -> str:

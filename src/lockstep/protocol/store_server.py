@@ -103,8 +103,7 @@ class StoreServer(Store):
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self.wait(keys)

@@ -212,7 +212,9 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         is_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        _forget_script_folder()
+        script = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
+        if not sys.flags.safe_path and sys.path[0] in script:
+            del sys.path[0]  # as in a process that is started with -P
         deferred_imports.install()
         gc.disable()  # collections would take a sixth of the time of the imports
         for name in modules:
@@ -230,13 +232,6 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _forget_script_folder() -> None:
-    """Remove a script's folder from sys.path, as in a process that is started with -P."""
-    script = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
-    if not sys.flags.safe_path and sys.path[0] in script:
-        del sys.path[0]
 
 
 def _loop(launcher: Connection, *, is_background: bool) -> NoReturn:

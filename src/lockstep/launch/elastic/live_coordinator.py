@@ -109,13 +109,10 @@ class Coordinator:
     def _form(self, machines: Mapping[int, MachineState]) -> None:
         """Make a new formation once all remaining members wait; ask them to wait when others can join or leave."""
         generation, members = self.formation.generation, self.formation.members
-        reports: dict[str, WorkerReport | None] = {}
-        leaving: set[str] = set()
-        spares: set[str] = set()
-        for state in machines.values():
-            reports |= state.workers
-            leaving |= set(state.leaving)
-            spares |= set(state.spares)
+        states = machines.values()
+        reports = {name: report for state in states for name, report in state.workers.items()}
+        leaving = {name for state in states for name in state.leaving}
+        spares = {name for state in states for name in state.spares}
         waiting = {n: report.position for n, report in reports.items() if report and report.generation >= generation}
         left = [name for name in members if name in reports]
         if any(name in waiting for name in left) and not self.formation.is_broken:

@@ -60,7 +60,6 @@ class LiveRound(Round):
         return self._death(coordinator)
 
     def _pause(self) -> None:
-        """Wait until the next check of the workers, at most until one exits."""
         if self.workers.formation.is_broken:
             time.sleep(BUSY_POLL_SECONDS)
         elif not (self.membership.is_alone and self.workers.is_calm):

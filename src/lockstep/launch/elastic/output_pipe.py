@@ -30,10 +30,6 @@ class OutputPipe:
             self.stream.flush()
         return bool(chunk)
 
-    def close_writer(self) -> None:
-        """Close the write end, once the worker has started: or the pipe would never reach its end."""
-        os.close(self.writer)
-
     def close(self) -> None:
         """Copy what is left, and close the read end."""
         while self.is_open and wait([self.reader], 0.0):

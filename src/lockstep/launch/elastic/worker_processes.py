@@ -116,7 +116,7 @@ class WorkerProcesses:
             raise LaunchError(f"cannot start {start.processes} processes: {error.strerror}") from None
         finally:
             for pipe in start.pipes.values():
-                pipe.close_writer()
+                os.close(pipe.writer)  # else the pipe would never reach its end
             if start.fork_server is not None:
                 start.fork_server.began = None
 
