@@ -106,8 +106,10 @@ def report(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Format the traceback of an error, reduced to the user's frames where there are any; each line is marked."""
     formatted = traceback.TracebackException.from_exception(error, limit=None)
-    for each in _with_causes(formatted):
+    each: traceback.TracebackException | None = formatted
+    while each is not None:
         _keep_user_frames(each)
+        each = each.__cause__ or each.__context__
     lines = [line for block in formatted.format() for line in block.rstrip("\n").split("\n")]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
@@ -133,13 +135,6 @@ def signature(message: str, traceback_text: str) -> str:
     user_calls = [call for call in calls if Frame(call[0], call[2]).is_users]
     lines = [f"{file}:{number}" for file, number, _ in user_calls or calls]
     return "\n".join([kind, message if hasattr(errors, kind) else "", *STEP.findall(traceback_text), *lines])
-
-
-def _with_causes(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    each: traceback.TracebackException | None = error
-    while each is not None:
-        yield each
-        each = each.__cause__ or each.__context__
 
 
 def _keep_user_frames(error: traceback.TracebackException) -> None:

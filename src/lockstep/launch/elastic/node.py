@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -66,19 +65,17 @@ class Replacements:
         back = {entries[index]["node_rank"] for index in membership.present() if index in entries}
         for index in due:
             if entries.get(index, {}).get("node_rank") not in {None, *back}:
-                rank = membership.section.max_nodes + index  # unique: of two with one rank, the first is lost
-                request_machine = partial(self.replace, rank, str(membership.endpoint))
-                arguments = (membership.node_name(index), request_machine)
-                threading.Thread(target=_replace, args=arguments, name="replacement", daemon=True).start()
+                arguments = (membership.node_name(index), membership.section.max_nodes + index, membership.endpoint)
+                threading.Thread(target=self._request, args=arguments, name="replacement", daemon=True).start()
 
-
-def _replace(name: str, request_machine: Callable[[], str]) -> None:
-    """Request a machine, in a thread of its own, since a scheduler may take its time."""
-    try:
-        text = f"{name}: {request_machine()}"
-    except LaunchError as error:
-        text = f"{name} is not replaced: {error}"
-    sys.stderr.write(f"{text}\n")
+    def _request(self, name: str, rank: int, endpoint: Endpoint) -> None:
+        """Request a machine, in a thread of its own, since a scheduler may take its time. The rank is unique: of two
+        with one rank, the first is lost."""
+        try:
+            text = f"{name}: {self.replace(rank, str(endpoint))}"
+        except LaunchError as error:
+            text = f"{name} is not replaced: {error}"
+        sys.stderr.write(f"{text}\n")
 
 
 TASK = "--task"
