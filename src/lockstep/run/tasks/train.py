@@ -93,7 +93,10 @@ class TrainTask(WatchedTask):
         owes_evaluation = checkpoint is not None and self.owes_evaluation(checkpoint)
         earlier_end = self.earlier_end() if checkpoint is not None and not owes_evaluation else None
         texts = self.first_look(is_fresh=checkpoint is None) if earlier_end is None else ()
-        self.record_faults(is_fresh=checkpoint is None)
+        with raise_on_all_ranks():
+            if checkpoint is None and self.world.is_main:
+                bad_samples.forget(self.logs)  # those of an earlier run in its folder
+        self.list_faults()
         if self.world.is_main:
             if resume not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
@@ -214,14 +217,8 @@ class TrainTask(WatchedTask):
         is_stopped = bool(self.recipe.train.stop_metric) and is_stopped
         return "stopped early" if is_stopped or self.parts.state.is_stopped else None
 
-    def record_faults(self, *, is_fresh: bool) -> None:
-        """Keep a list of skipped samples; a fresh run deletes that of an earlier run in its folder."""
-        with raise_on_all_ranks():
-            if is_fresh and self.world.is_main:
-                bad_samples.forget(self.logs)
-        self.list_faults()
-
     def list_faults(self) -> None:
+        """Keep a list of skipped samples."""
         for faults in self.parts.data.faults.values():
             faults.record(bad_samples.file_of(self.logs, self.world.rank), self.warn)
 
