@@ -56,7 +56,7 @@ class Simulated(AllReduce):
 
 def reduced(world, shards, rows, present):
     """Each rank's result, and what each of them sent."""
-    owned = contiguous_by_rank(world, shards=shards, present=present)
+    owned = contiguous_by_rank(world, shards)
     ranks = [Simulated(owned, present, Place(rank, world)) for rank in range(world)]
     boxes = {(a, b): queue.SimpleQueue() for a in range(world) for b in range(world)}
     sent, results = Counter(), [None] * world
@@ -130,7 +130,7 @@ def test_a_heartbeat_costs_the_same_with_any_number_of_nodes(tmp_path):
 
 def test_512_ranks_have_a_plan():
     """Made once for each kind of step."""
-    owned = contiguous_by_rank(512, shards=512, present=frozenset(range(512)))
+    owned = contiguous_by_rank(512, 512)
     every = AllReduce(owned, frozenset(range(512)), Place(511, 512))
     assert every.local_nodes == ((511, 1),)
 

@@ -29,11 +29,17 @@ class Replicated:
 
     LEAVES_LAST: ClassVar[bool] = True
     """See Accumulation."""
+    passes: MicroBatches
+    accumulation: Accumulation
+    """Without `exact` it has no parameters: gradients add up in p.grad."""
+    embedding_rows: EmbeddingRows
+    """Parameters that are neither in `accumulation` nor in DDP's buckets."""
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
-        self.placed: tuple[MicroBatches, Accumulation, EmbeddingRows] | None = None
+        self.hooked: list[Accumulation | EmbeddingRows] = []
+        """What has hooks in the placed model."""
         self.runners: tuple[int, ...] | None = None
         """The ranks that run shards, in another order than usual, while a step is run once more."""
         self._all_reduces: dict[tuple[int, Shards, tuple[int, ...] | None], AllReduce] = {}
@@ -49,17 +55,17 @@ class Replicated:
         self.model = model
         self.copies = tuple(range(dist.get_world_size()))
         self.parameters = list(model.parameters())
-        passes = MicroBatches(model, self.randomness, self.precision)
-        rows = EmbeddingRows(() if self.randomness.compiles else large_embeddings(model), passes)
+        self.passes = MicroBatches(model, self.randomness, self.precision)
+        rows = EmbeddingRows(() if self.randomness.compiles else large_embeddings(model), self.passes)
         accumulated = [p for p in self.parameters if p not in rows.gradients] if self.exact else []
-        self.placed = passes, Accumulation(accumulated, passes, leaves_last=self.LEAVES_LAST), rows
+        self.accumulation = Accumulation(accumulated, self.passes, leaves_last=self.LEAVES_LAST)
+        self.embedding_rows, self.hooked = rows, [self.accumulation, rows]
         return model
 
     def release(self) -> None:
         """Remove the hooks from the placed model."""
-        if self.placed is not None:
-            self.accumulation.remove()
-            self.embedding_rows.remove()
+        for each in self.hooked:
+            each.remove()
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         return self.owned_by(None, shards, present)
@@ -75,7 +81,7 @@ class Replicated:
         """Return the all-reduce of a step; cached, since a run has two kinds of steps, full and ragged."""
         if (key := (shards, present, self.runners)) not in self._all_reduces:
             runners = range(group.size()) if self.runners is None else self.runners
-            shares = contiguous_by_rank(len(runners), shards=shards, present=frozenset(range(shards)))
+            shares = contiguous_by_rank(len(runners), shards)
             own = dict(zip(runners, shares, strict=True))
             owned = [own.get(rank, frozenset[int]()) for rank in range(group.size())]
             self._all_reduces[key] = AllReduce(owned, present, group)
@@ -84,23 +90,6 @@ class Replicated:
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
         return [self.passes.buffers]
-
-    @property
-    def passes(self) -> MicroBatches:
-        assert self.placed is not None, "call place() first"
-        return self.placed[0]
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """Accumulation of the placed model; without `exact` it has no parameters: gradients add up in p.grad."""
-        assert self.placed is not None, "call place() first"
-        return self.placed[1]
-
-    @property
-    def embedding_rows(self) -> EmbeddingRows:
-        """Embeddings of the placed model: parameters that are neither in `accumulation` nor in DDP's buckets."""
-        assert self.placed is not None, "call place() first"
-        return self.placed[2]
 
     @property
     def touched_rows(self) -> Mapping[Tensor, Tensor]:

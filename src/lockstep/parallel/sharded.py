@@ -1,6 +1,6 @@
 """Base class of strategies that shard the model, `fsdp`, `pipeline` and `tensor`, and their forward passes in turns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,13 @@ from torch import Tensor
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model, Outputs
 from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
+from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.dtensors import first_names, persistent_buffers, sharded_like
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, generators, set_generators
 from lockstep.core.reduction.gradient_norm import NO_ROWS, ShardedNorm
+from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Sharded:
@@ -25,6 +27,7 @@ class Sharded:
     """This rank's parameters by their first name, DTensors where they are sharded."""
     local: dict[str, torch.nn.Parameter]
     """Local tensors of `parameters`, which this rank optimises."""
+    passes: MicroBatches
     sharded_norm: ShardedNorm
     touched_rows: Mapping[Tensor, Tensor] = NO_ROWS
 
@@ -41,6 +44,10 @@ class Sharded:
         with raise_on_all_ranks():
             _refuse_hooks(model)
         self.names, self.buffers = first_names(model), persistent_buffers(model)
+
+    @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        return [self.passes.buffers]
 
     def forward(self, batch: Batch) -> Outputs:
         """Return the outputs, without gradients; fp32 where autocast gave half precision."""

@@ -90,8 +90,9 @@ def contiguous(rank: int, size: int, *, shards: int, present: Shards) -> list[in
     return [shard for shard in range(rank * shards // size, (rank + 1) * shards // size) if shard in present]
 
 
-def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shards]:
-    return [frozenset(contiguous(rank, size, shards=shards, present=present)) for rank in range(size)]
+def contiguous_by_rank(size: int, shards: int) -> list[Shards]:
+    """Return the shards of each rank where none is absent."""
+    return [frozenset(range(rank * shards // size, (rank + 1) * shards // size)) for rank in range(size)]
 
 
 def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:

@@ -11,7 +11,7 @@ def forecast(setting: Setting) -> Forecast:
     """Return the forecast of the rank with the most shards, or partial sums."""
     facts, cluster = setting.facts, setting.cluster
     world, present = cluster.world, setting.present
-    owned = {own or frozenset([0]) for own in contiguous_by_rank(world, shards=setting.shards, present=present)}
+    owned = {own or frozenset([0]) for own in contiguous_by_rank(world, setting.shards)}
     slots = max(len(cover(own, present)) for own in owned) if setting.is_exact else 1
     size, blocks = facts.gradient_bytes, range(len(facts.blocks))
     sums = [sums_of(own, setting) for own in owned]

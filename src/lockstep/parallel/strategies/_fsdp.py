@@ -14,7 +14,6 @@ from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
 from lockstep.core.distributed.process_group import open_mesh, world_group
 from lockstep.core.host.malloc import return_large_tensors
-from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.deferred_init import replace_fake
 from lockstep.core.modules.dtensors import LocalParameters, global_offset, local_tensor
 from lockstep.core.numerics.precision import Precision
@@ -121,6 +120,8 @@ class FullyShardedDataParallel(Sharded):
     def _shard(self, model: Model, units: list[nn.Module], mesh: DeviceMesh) -> list[TreeReduceScatter]:
         """Apply FSDP to each unit, then to the model, for the remaining parameters."""
         offload = self.config.offload and self.device.type == "cuda"
+        half, single = (torch.bfloat16, torch.float32) if self.config.gather == "bf16" else (None, None)
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=single, cast_forward_inputs=False)
         initial = model._lockstep_initial
         for module in (*units, model):
             if initial is not None:  # unit by unit, so that only one is held unsharded
@@ -130,7 +131,7 @@ class FullyShardedDataParallel(Sharded):
                 module,
                 mesh=mesh,
                 reshard_after_forward=self.config.reshard and module is not model,
-                mp_policy=self._mixed_precision(),
+                mp_policy=precision,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             )
         scatters = []
@@ -149,13 +150,6 @@ class FullyShardedDataParallel(Sharded):
                     mark_waits(module)
         return scatters
 
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        if self.config.gather == "fp32":
-            return MixedPrecisionPolicy(cast_forward_inputs=False)
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
-        )
-
     def _assignment(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
         """Return replica -> rank in it -> shards: contiguous ones for each replica, strided within it; one in each
         round where shards have to wait for each other's buffers."""
@@ -163,10 +157,6 @@ class FullyShardedDataParallel(Sharded):
         by_replica = [contiguous(replica, replicas, shards=shards, present=present) for replica in range(replicas)]
         spread = alone if self.passes.buffers.ordered.buffers else strided
         return [[spread(rank, size, own) for rank in range(size)] for own in by_replica]
-
-    @property
-    def buffer_updates(self) -> Sequence[BufferUpdates]:
-        return [self.passes.buffers]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         return self._assignment(shards, present)[self.replica][self.shard_rank]

@@ -52,7 +52,9 @@ class Pipeline(Sharded):
         self.start_placing(model)
         return_large_tensors()
         fake = dict(model.named_parameters()) if model._lockstep_initial is not None else {}
-        self._replace_fake(model)
+        if (initial := model._lockstep_initial) is not None:
+            own, device = set(model.parameters()), self.device  # parameters take no memory yet
+            replace_fake(model, lambda t: _placeholder(t, device) if t in own else initial(t).to(device))
         self.schedules, self.sum_names = {}, set()
         self.partitioned = PartitionedModel(model)
         with raise_on_all_ranks():
@@ -69,8 +71,8 @@ class Pipeline(Sharded):
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds
         self._set_stages(profile, fake)
-        buffers = self.buffer_updates
-        self.stage_forward = StageForward(self.partitioned, bounds, buffers, group=self.along, device=self.device)
+        stages = StageForward(self.partitioned, bounds, self.buffer_updates, group=self.along, device=self.device)
+        self.outputs = stages.outputs
         model._lockstep_initial = None  # frees the recorded operations
         return LocalParameters(model, self.local)
 
@@ -91,12 +93,6 @@ class Pipeline(Sharded):
                 _free(parameter)
             elif self.model._lockstep_initial is not None:
                 parameter.data = self.model._lockstep_initial(fake[name]).to(self.device)
-
-    def _replace_fake(self, model: Model) -> None:
-        """Replace fake buffers by their values, and fake parameters by placeholders without memory."""
-        if (initial := model._lockstep_initial) is not None:
-            own, device = set(model.parameters()), self.device
-            replace_fake(model, lambda t: _placeholder(t, device) if t in own else initial(t).to(device))
 
     def _bounds(self, profile: ModuleProfile, size: int) -> list[int]:
         """Return the first block of each stage, and the number of blocks. Raises LaunchError, ModelError."""
@@ -144,8 +140,7 @@ class Pipeline(Sharded):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run the replica's shards through all of its stages; then all-reduce over the replicas."""
         present, shards = micro_batches[0].present, micro_batches[0].shards
-        owned = contiguous_by_rank(self.across.size(), shards=shards, present=frozenset(range(shards)))
-        all_reduce = AllReduce(owned, present, self.across)
+        all_reduce = AllReduce(contiguous_by_rank(self.across.size(), shards), present, self.across)
         self.step = list(micro_batches)
         self.losses.clear()
         for stage in self.stages:
@@ -175,10 +170,6 @@ class Pipeline(Sharded):
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
-
-    def outputs(self, batch: Batch) -> Tensor:
-        """Return the model's outputs: the stages of a replica run the batches of all of its ranks."""
-        return self.stage_forward.outputs(batch)
 
 
 def _free(parameter: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
 from lockstep.core.distributed.process_group import open_mesh
-from lockstep.core.modules.buffers import BufferUpdates, copied_buffers
+from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.modules.dtensors import LocalParameters, local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -96,19 +96,14 @@ class TensorParallel(Sharded):
         self.passes = MicroBatches(self.model, self.randomness, self.precision)
         self.accumulation = Accumulation(named.values(), self.passes, leaves_last=False)
 
-    @property
-    def buffer_updates(self) -> Sequence[BufferUpdates]:
-        return [self.passes.buffers]
-
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         """Return the shards of this rank's replica, the same on all of its ranks."""
         return contiguous(self.replica, self.across.size(), shards=shards, present=present) or [None]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run the replica's shards on all of its ranks together; then all-reduce over the replicas."""
-        present, shards, replicas = micro_batches[0].present, micro_batches[0].shards, self.across.size()
-        owned = contiguous_by_rank(replicas, shards=shards, present=frozenset(range(shards)))
-        all_reduce = AllReduce(owned, present, self.across)
+        owned = contiguous_by_rank(self.across.size(), micro_batches[0].shards)
+        all_reduce = AllReduce(owned, micro_batches[0].present, self.across)
         self.accumulation.start_step(all_reduce)
         self.passes.buffers.start_step(all_reduce)
         losses = self.passes.run(micro_batches, self.model)
