@@ -117,11 +117,6 @@ class DisjointSum:
         return self.table
 
 
-def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Run a `DisjointSum`, and wait for it."""
-    return DisjointSum(table, group).result()
-
-
 def all_reduce_max(flags: torch.Tensor) -> None:
     """Reduce to the maximum over all ranks, in place."""
     with waiting_in("the all-reduce of flags"):

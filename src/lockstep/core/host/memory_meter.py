@@ -41,16 +41,12 @@ def resident_bytes(pid: int) -> int:
 def descendants_bytes(pid: int) -> int:
     """Return the resident memory of all workers below a launcher, and of what they started; each counts the libraries
     that it shares with the process that it was forked from."""
+    total = 0
     with suppress(psutil.Error):
-        found = psutil.Process(pid).children(recursive=True)
-        return sum(resident_bytes(child.pid) for child in found if _name(child) != FORK_SERVER)
-    return 0
-
-
-def _name(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return str(process.name())
-    return ""
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                total += 0 if child.name() == FORK_SERVER else child.memory_info().rss
+    return total
 
 
 def peak_bytes() -> int:

@@ -3,26 +3,15 @@
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.cuda import Event
 
 from lockstep.core.host.phases import Phase, PhaseClock, PhaseSeconds
 
 MOST_SPANS = 4096
 """Number of unread spans above which those that are over are read at once, without a wait."""
-
-
-class Event(Protocol):
-    """A torch.cuda.Event with timing."""
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        """Return whether its stream has reached it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds from this event to another one, both reached."""
 
 
 class StreamClock(PhaseClock):
@@ -77,4 +66,4 @@ def clock_of(device: torch.device) -> PhaseClock:
     if device.type != "cuda":
         return PhaseClock()
     current = partial(torch.cuda.current_stream, device)
-    return StreamClock(current(), current, partial(torch.cuda.Event, enable_timing=True))
+    return StreamClock(current(), current, partial(Event, enable_timing=True))

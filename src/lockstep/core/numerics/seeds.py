@@ -170,8 +170,7 @@ class Randomness:
             training = partial(self._run_seeded, number, training)
             if recompute:  # which reseeds as well
                 training = partial(checkpoint, training, use_reentrant=False, preserve_rng_state=False)
-            training = partial(self._count_use, number, training)
-            block.forward = partial(_in_training, block, block.forward, training)
+            block.forward = partial(self._forward, number, block, (block.forward, training))
             self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
 
     def unwatch(self) -> None:
@@ -195,7 +194,14 @@ class Randomness:
         """Seed what is drawn outside of micro-batches, alike on every process; `place`: where."""
         seed_all(seed_of(self.seed, step, place))
 
-    def _count_use(self, number: int, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, number: int, block: nn.Module, forwards: tuple[Forward, Forward], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one of a block's two forward passes: in evaluation as it was, in training with its seed."""
+        plain, training = forwards
+        if not block.training:
+            return plain(*args, **kwargs)
+        args, kwargs = views((args, kwargs))
         use = self._current[number] = self._uses.setdefault(self.shard, _Uses()).begin(number)
         return training(use, *args, **kwargs)
 
@@ -217,13 +223,6 @@ def restore_forward(module: nn.Module, own: Any) -> None:
         vars(module).pop("forward", None)
     else:
         module.forward = own
-
-
-def _in_training(block: nn.Module, plain: Forward, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    if not block.training:
-        return plain(*args, **kwargs)
-    args, kwargs = views((args, kwargs))
-    return training(*args, **kwargs)
 
 
 def views(inputs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.distributed.collectives import add_disjoint
+from lockstep.core.distributed.collectives import DisjointSum
 
 CACHED = 1 << 17
 """Elements that stay in a core's cache from one operation to the next."""
@@ -107,10 +107,7 @@ class ShardedNorm(ABC):
     def global_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Compute the global norm, 0-dim, from the gradients of each rank's parameters. A collective."""
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        table = self.squares(grads)
-        if self.group.size() > 1:
-            add_disjoint(table, self.group)
-        return table.sum().sqrt()
+        return DisjointSum(self.squares(grads), self.group).result().sum().sqrt()
 
 
 class RowwiseNorm(ShardedNorm):

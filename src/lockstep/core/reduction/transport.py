@@ -128,23 +128,14 @@ class SharedMemoryTransport(MachineFirstTransport):
         """Return the slots of this machine's ranks; none, on all ranks of all machines, where any cannot share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         is_free = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= FREE_FACTOR * size
-        offers = all_gather_object(_offers(own) if is_free else [], self.group)
-        rows = self._open_rows(own, offers) if all(offers) else []
-        return rows if all(all_gather_object(bool(rows), self.group)) else []
-
-    def _open_rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
+        offered, rows = list[Offer](), list[list[Tensor]]()
         with suppress(*CANNOT_SHARE):
-            return [
-                own if rank == dist.get_rank() else [_opened(offer, own[0]) for offer in offers[rank]]
-                for rank in self.ranks
-            ]
-        return []
-
-
-def _offers(slots: list[Tensor]) -> list[Offer]:
-    with suppress(*CANNOT_SHARE):
-        return [_offer(slot) for slot in slots]
-    return []
+            offered = [_offer(slot) for slot in own] if is_free else []
+        offers, me = all_gather_object(offered, self.group), dist.get_rank()
+        with suppress(*CANNOT_SHARE):
+            ranks = self.ranks if all(offers) else ()
+            rows = [own if rank == me else [_opened(offer, own[0]) for offer in offers[rank]] for rank in ranks]
+        return rows if all(all_gather_object(bool(rows), self.group)) else []
 
 
 def _offer(tensor: Tensor) -> Offer:

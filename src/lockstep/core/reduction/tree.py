@@ -48,7 +48,6 @@ class TreeSum:
     def __init__(self, present: Shards, targets: Iterable[Node]) -> None:
         self.present, self.targets = present, frozenset(targets)
         self.partials: dict[Node, Tensor] = {}
-        self.peak = 0
 
     def add(self, node: Node, value: Tensor) -> None:
         """Add one node's sum; `value` may be added to in place from now on."""
@@ -62,7 +61,6 @@ class TreeSum:
                 break
             node = (start & ~size, 2 * size)
         self.partials[node] = value
-        self.peak = max(self.peak, len(self.partials))
 
     def take(self, node: Node) -> Tensor | None:
         """Remove and return a node's sum, of those of its shards that added something; None where none did."""
