@@ -212,7 +212,7 @@ def test_factors_keep_all_bits(tmp_path, factor):
         step, rate_factor, is_stopped = 7, 1.0, False
 
     steering, state = Steering(Bus(), tmp_path / "f"), State()
-    steering.apply(Decision(step=7, factor=factor).flags(), state, is_last=False)
+    steering.apply(Decision(step=7, factor=factor).flags(), state)
     assert state.rate_factor == factor
 
 

@@ -1,6 +1,6 @@
 """The settings of `lockstep.Loop`, checked by the sections that a config has for them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,12 +34,24 @@ class OwnSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
+    """All settings of a loop. Raises ConfigError where they contradict each other."""
+
     own: OwnSection
     train: TrainSection
     checkpoint: CheckpointSection
     observe: ObserveSection
     schedule: Schedule | None
     allow_drift: bool
+
+    def __post_init__(self) -> None:
+        train = self.train
+        if train.micro_batch > train.global_batch:
+            raise ConfigError(
+                f"lockstep.Loop: micro_batch={train.micro_batch} is more than global_batch={train.global_batch}, and a "
+                "step would never fill one"
+            )
+        if train.epochs is not None and train.steps is not None:
+            raise ConfigError("lockstep.Loop: give epochs or steps, not both")
 
     def numeric(self) -> dict[str, Any]:
         """Return the settings that can change a bit of the weights, by their names in a config: the numeric recipe."""
@@ -68,7 +80,7 @@ class LoopSettings:
         return yaml.dump(plain, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def checked(kind: type[S], values: Mapping[str, Any]) -> S:
+def checked(kind: type[S], **values: Any) -> S:
     """Build a section of these values. Raises ConfigError."""
     try:
         return kind(**values)
@@ -79,32 +91,3 @@ def checked(kind: type[S], values: Mapping[str, Any]) -> S:
         raise ConfigError(
             f"lockstep.Loop: {NAMES.get(name, name)}={first['input']!r}: {message[:1].lower() + message[1:]}"
         ) from None
-
-
-def loop_settings(
-    own: Mapping[str, Any],
-    *,
-    train: Mapping[str, Any],
-    checkpoint: Mapping[str, Any],
-    observe: Mapping[str, Any],
-    schedule: Schedule | None,
-    allow_drift: bool,
-) -> LoopSettings:
-    """Check all settings. Raises ConfigError."""
-    settings = LoopSettings(
-        own=checked(OwnSection, own),
-        train=checked(TrainSection, train),
-        checkpoint=checked(CheckpointSection, checkpoint),
-        observe=checked(ObserveSection, observe),
-        schedule=schedule,
-        allow_drift=allow_drift,
-    )
-    length = settings.train
-    if length.micro_batch > length.global_batch:
-        raise ConfigError(
-            f"lockstep.Loop: micro_batch={length.micro_batch} is more than global_batch={length.global_batch}, and a "
-            "step would never fill one"
-        )
-    if length.epochs is not None and length.steps is not None:
-        raise ConfigError("lockstep.Loop: give epochs or steps, not both")
-    return settings

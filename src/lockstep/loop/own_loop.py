@@ -17,6 +17,7 @@ from lockstep.base.errors import Interrupted, ModelError
 from lockstep.base.events import RunEnded, RunStarted
 from lockstep.base.model_contracts import LossSum, MicroBatch, Strategy
 from lockstep.base.steering_requests import Request, Save, Stop
+from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.core.distributed import process_group
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.digest import digest
@@ -27,12 +28,13 @@ from lockstep.data.bad_samples import Faults
 from lockstep.data.loader import SampleLoader, Samples, Together
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.loop.loop_folder import LoopFolder
-from lockstep.loop.loop_settings import Schedule, loop_settings
+from lockstep.loop.loop_settings import LoopSettings, OwnSection, Schedule, checked
 from lockstep.loop.loop_sums import contents, measured, world_sums
 from lockstep.loop.own_step import OwnStep, ScriptGuard
 from lockstep.loop.script_model import AutocastForward, made_equal, wrapped
 from lockstep.loop.script_optimizer import ScriptOptimizer, made_scheduler
 from lockstep.observe.diagnose.desync import RankComparison
+from lockstep.observe.observe_config import ObserveSection
 from lockstep.parallel.replicated import Stepwise
 from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
@@ -41,7 +43,7 @@ from lockstep.training.loop_state import Deadline, Training
 from lockstep.training.state import TrainState
 from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update
-from lockstep.training.training_config import EvaluateSection
+from lockstep.training.training_config import EvaluateSection, TrainSection
 
 
 def seed(number: int, *, threads: int = 1) -> None:
@@ -95,11 +97,11 @@ class Loop:
         allow_drift: bool = False,
     ) -> None:
         length = {"epochs": epochs, "steps": steps, "global_batch": global_batch, "micro_batch": micro_batch}
-        self._settings = settings = loop_settings(
-            {"folder": folder, "seed": seed, "threads": threads, "workers": workers, "clip": clip},
-            train={**length, "precision": precision},
-            checkpoint={"every_steps": save_steps, "every_minutes": save_minutes, "keep": keep},
-            observe={"log_every": log_every, "sinks": sinks},
+        self._settings = settings = LoopSettings(
+            own=checked(OwnSection, folder=folder, seed=seed, threads=threads, workers=workers, clip=clip),
+            train=checked(TrainSection, **length, precision=precision),
+            checkpoint=checked(CheckpointSection, every_steps=save_steps, every_minutes=save_minutes, keep=keep),
+            observe=checked(ObserveSection, log_every=log_every, sinks=sinks),
             schedule=schedule,
             allow_drift=allow_drift,
         )
@@ -255,12 +257,13 @@ class Loop:
 
     def _step(self, micro_batches: list[MicroBatch]) -> OwnStep:
         assert self._guard is not None
-        self._guard.check_step(self._model)
-        position = self._position()
+        if not self._model.training:
+            raise ModelError("the model is in evaluation mode: call model.train() before the next step")
+        position = getattr(self.scheduler, "last_epoch", None)
 
         def commit(loss: LossSum) -> Outcome:
             assert self._guard is not None
-            if self._position() != position:
+            if getattr(self.scheduler, "last_epoch", None) != position:
                 raise ModelError("scheduler.step() was called in `for ... in step`: call it after that, once in a step")
             if self._settings.schedule is not None:
                 returned = self._settings.schedule(self._state.step)
@@ -284,9 +287,6 @@ class Loop:
         """Place the model with other trained parameters. Raises ModelError for those that the optimizer lacks."""
         self._memory.check_parameters()
         self._strategy.place(self._own, dict)
-
-    def _position(self) -> Any:
-        return getattr(self.scheduler, "last_epoch", None)
 
     def _ask(self, request: Request) -> None:
         if self.is_main:

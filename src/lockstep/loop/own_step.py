@@ -63,11 +63,6 @@ class ScriptGuard:
         finally:
             self.place = before
 
-    def check_step(self, model: nn.Module) -> None:
-        """Raise ModelError where a step cannot begin."""
-        if not model.training:
-            raise ModelError("the model is in evaluation mode: call model.train() before the next step")
-
     def start_step(self, place: Callable[[], None]) -> None:
         """Have the model placed again where the script has changed which parameters are trained, on all ranks. Raises
         ModelError."""

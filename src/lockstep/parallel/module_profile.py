@@ -21,7 +21,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch
 from lockstep.core.host.stream_clock import synchronize
 from lockstep.core.modules.buffers import copied_buffers
-from lockstep.core.modules.outputs import widened
+from lockstep.core.modules.outputs import graph_leaves, widened
 from lockstep.core.numerics.loss import unweighted, with_gradient
 from lockstep.parallel.micro_batches import refuse_weights_in_loss
 from lockstep.parallel.partition import PartitionedModel, Run, in_order, order_of
@@ -140,7 +140,7 @@ class _ProfiledPass:
         self.times.append(self._now())
         self.ends.append(([loss], []))
         self.outputs.append([])
-        self.reached = [self._reached(tensors) for tensors, _ in self.ends]
+        self.reached = [graph_leaves(tensors) for tensors, _ in self.ends]  # parameters, and outputs of other units
         self.backward = [self._backward(unit) for unit in reversed(range(self.count + 1))][::-1]
 
     def _now(self) -> float:
@@ -175,20 +175,6 @@ class _ProfiledPass:
     def _note_order(self, output: tuple[int, int], gradient: Tensor) -> None:
         """Keep the axis order of an output's gradient, of several units the last one's: autograd adds the others."""
         self.gradient_orders.setdefault(output, order_of(gradient))
-
-    def _reached(self, tensors: Sequence[Tensor]) -> set[Tensor]:
-        """Return the leaves of tensors' autograd graphs: parameters, and detached outputs of other units."""
-        leaves: set[Tensor] = set()
-        open_nodes, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set()
-        while open_nodes:
-            node = open_nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                leaves.add(node.variable)
-            open_nodes += [function for function, _ in node.next_functions if function is not None]
-        return leaves
 
     def _backward(self, unit: int) -> float:
         """Return the seconds of a unit's backward pass, after those of all later units."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from lockstep.core.modules.hidden_state import GENERATORS, Mark
 from lockstep.core.modules.module_trace import class_of
-from lockstep.core.modules.weight_watch import changed_weight
 
 LOSS_IS = (
     "train.loss_is is batch_wise: the weights are the same on any number of processes at this train.micro_batch; "
@@ -107,11 +106,6 @@ def other_data(column: str) -> Finding:
         "the source, or augment(), draws random numbers that Lockstep does not seed (such as "
         f"numpy.random.default_rng()), depends on the process, or changes what it holds; {SEEDED}",
     )
-
-
-def own_parameter(name: str) -> Finding:
-    """Return the finding of a forward pass that writes to a parameter."""
-    return Finding(kind="parameter", where=name, message=changed_weight(name))
 
 
 def mixing_loss(figures: str, *, is_mean: bool) -> Finding:

@@ -20,7 +20,7 @@ from lockstep.core.host.phases import phase
 from lockstep.core.host.stream_clock import clock_of
 from lockstep.training.loop_state import Training
 from lockstep.training.state import BestSoFar
-from lockstep.training.steering import FLAGS, Agreed
+from lockstep.training.steering import FLAGS, Decision
 from lockstep.training.step import step
 from lockstep.training.step_outcomes import publish_once, publish_step, read_outcomes
 
@@ -137,7 +137,7 @@ def _end_step(run: Training, agreement: Agreement) -> None:
     before = state.decisions()
     try:
         stop, save, out_of_time, joins, *requests = agreement.read()
-        steered = run.steering.apply(requests, state, is_last=run.is_over)
+        steered = run.steering.apply(requests, state)
         if steered.text:
             publish_once(run, Steered(step=state.step, what=steered.text))
         stop_early = _settle(run, steered, save=bool(save), is_last=bool(stop or out_of_time or run.is_over))
@@ -160,15 +160,15 @@ def _end_step(run: Training, agreement: Agreement) -> None:
     agreement.post(progress.flags)
 
 
-def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> bool:
+def _settle(run: Training, steered: Decision, *, save: bool, is_last: bool) -> bool:
     """Evaluate, compare and save after a step, as far as that is due; return whether to stop early."""
     state, progress = run.state, run.progress
     run.metrics = {}
     is_due = run.is_over or run.evaluation.is_due(state.step, run.steps_per_epoch)
-    if run.evaluate is not None and (is_due or steered.evaluate):
+    if run.evaluate is not None and (is_due or steered.evaluate or steered.stop):
         run.metrics = _evaluate(run)
     improved, stop_early = _compare_metrics(run, run.metrics)
-    stop_early = stop_early or steered.stop
+    stop_early = stop_early or (steered.stop and not run.is_over)
     if run.desync_every and state.step % run.desync_every == 0:
         run.compare_ranks(state.step)
     if state.step % run.steps_per_epoch == 0:

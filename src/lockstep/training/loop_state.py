@@ -22,7 +22,6 @@ class Deadline:
     """A limit in minutes from the start of the process, before which the run saves and stops; only rank 0's counts."""
 
     def __init__(self, minutes: float | None, began: float) -> None:
-        self.minutes = minutes
         self.end = None if minutes is None else began + minutes * 60
         """Unix time, like `began`."""
         self._longest = 0.0

@@ -19,10 +19,11 @@ from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.call_checksums import LOSS, Call, CallChecksums, first_difference, in_common
 from lockstep.core.modules.hidden_state import Mark, Snapshot, changed
 from lockstep.core.modules.module_trace import descriptions, fingerprint
+from lockstep.core.modules.weight_watch import changed_weight
 from lockstep.core.numerics.checksum import checksum
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.seeds import Randomness, generators_restored
-from lockstep.training.findings import Finding, kept_outside, other_data, other_outputs, other_ranks, own_parameter
+from lockstep.training.findings import Finding, kept_outside, other_data, other_outputs, other_ranks
 from lockstep.training.loss_checks import LossIs, loss_findings
 
 
@@ -174,7 +175,7 @@ class ModelCheck:
             findings.append(other_outputs(self.described[culprit], is_kept=False))
         elif differing is not None and not findings:
             findings.append(other_outputs(self.described[differing], is_kept=True))
-        findings += [own_parameter(name) for name in passes.parameters]
+        findings += [Finding(kind="parameter", where=n, message=changed_weight(n)) for n in passes.parameters]
         return findings + ([] if culprit == LOSS else passes.loss)
 
 

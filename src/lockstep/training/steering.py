@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -46,18 +46,9 @@ class Decision(BaseModel):
 
     @property
     def text(self) -> str:
+        """What was asked for, for the user; empty where nothing was."""
         asked = [name for name in ("stop", "save", "evaluate") if getattr(self, name)]
         return ", ".join(asked + ([f"learning rate x {self.factor:g}"] if self.factor != 1.0 else []))
-
-
-class Agreed(NamedTuple):
-    """Actions of all ranks after this step."""
-
-    stop: bool
-    save: bool
-    evaluate: bool
-    text: str = ""
-    """Requests of observers, if any, as text for the user."""
 
 
 @dataclass
@@ -107,15 +98,13 @@ class Steering:
                 return NO_REQUEST
         return decision.flags()
 
-    def apply(self, flags: Sequence[int], state: TrainState, *, is_last: bool) -> Agreed:
+    def apply(self, flags: Sequence[int], state: TrainState) -> Decision:
         """Return what all ranks have agreed on; sets the learning rate's factor."""
         stop, save, evaluate, bits = flags
         factor = struct.unpack("<d", struct.pack("<q", bits))[0] if bits else 1.0
         state.rate_factor *= factor
         state.is_stopped = state.is_stopped or bool(stop)
-        decision = Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
-        text = decision.text if any(flags) else ""
-        return Agreed(bool(stop) and not is_last, bool(save), bool(evaluate or stop), text)
+        return Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
 
 
 def observer_states(observers: Sequence[Observer], warn: Callable[[str], None]) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.modules.outputs import tensors
+from lockstep.core.modules.outputs import graph_leaves, tensors
 from lockstep.core.numerics.seeds import generators_restored
 
 TRIED, LENGTH = 2, 64
@@ -58,7 +58,7 @@ def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
             outputs = functional_call(model.train(), {name: b.clone() for name, b in model.named_buffers()}, (batch,))
     except Exception:
         return []
-    found = _leaves(tensors(outputs))
+    found = graph_leaves(tensors(outputs))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached = {_kind(name) for name, p in trained.items() if p in found}
     return [name for name in trained if reached and _kind(name) not in reached]
@@ -67,19 +67,6 @@ def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
 def _start(column: Tensor) -> Tensor:
     is_tokens = column.ndim == 2 and not column.is_floating_point()
     return column[:TRIED, :LENGTH] if is_tokens else column[:TRIED]
-
-
-def _leaves(outputs: list[Tensor]) -> set[Tensor]:
-    """Return the weights in autograd's graph of these tensors."""
-    nodes = {each.grad_fn for each in outputs if each.grad_fn is not None}
-    found, waiting = set[Tensor](), [*nodes]
-    while waiting:
-        node = waiting.pop()
-        found |= {node.variable} if hasattr(node, "variable") else set()
-        further = {each for each, _ in node.next_functions if each is not None} - nodes
-        nodes |= further
-        waiting += further
-    return found
 
 
 def _kind(name: str) -> str:

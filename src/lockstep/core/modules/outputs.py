@@ -1,6 +1,6 @@
 """A model's outputs: a tensor, or tuples, lists, dicts and dataclasses of tensors, as a pytree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ def tensors(outputs: Outputs) -> list[Tensor]:
     """List the tensors of a pytree, in its order."""
     register(outputs)
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def graph_leaves(outputs: Iterable[Tensor]) -> set[Tensor]:
+    """Return the leaves of the autograd graph of tensors, such as the parameters that they depend on."""
+    leaves, seen, waiting = set[Tensor](), set(), [each.grad_fn for each in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves |= {node.variable} if hasattr(node, "variable") else set()
+        waiting += [each for each, _ in node.next_functions]
+    return leaves
 
 
 def logits_of(outputs: Outputs) -> Tensor | None:
