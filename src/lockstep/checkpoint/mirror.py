@@ -29,7 +29,6 @@ class Mirror:
     def __init__(self, root: Path, place: RemotePath, publish: Callable[[object], None]) -> None:
         """`root`: the folder of checkpoints on disk; `place`: where their copies are."""
         self.root, self.place, self.publish = root, place, publish
-        self.copied, self.failed = 0, 0
         self._problems: list[str] = []
         self._last_step = MANY
         self._is_due, self._is_over = threading.Event(), False
@@ -99,7 +98,6 @@ class Mirror:
 
     def _report(self) -> None:
         while self._problems:
-            self.failed += 1
             self.publish(Warned(message=self._problems.pop(0)))
 
     def _run(self) -> None:
@@ -147,7 +145,6 @@ class Mirror:
                 _remove(target)
                 remote_storage.upload(links, target, names)
                 remote_storage.upload(links, target, [MANIFEST])
-                self.copied += 1
         finally:
             shutil.rmtree(links, ignore_errors=True)
 
@@ -172,7 +169,5 @@ def _remove(place: RemotePath) -> None:
 def _link_or_copy(file: Path, link: Path) -> None:
     try:
         os.link(file, link)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
+    except OSError:  # a file system without links; a missing file is one for the copy, too
         shutil.copy(file, link)

@@ -208,20 +208,18 @@ class Writer:
         """Write on all ranks, in the thread; return the folder, and what went wrong. `weights`: of the digest."""
         final, is_main = folder_of(self.root, manifest.step), dist.get_rank() == 0
         temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-        temporary, failure = broadcast_object((temporary, self._make_root() if is_main else None), self.group)
+        failure: str | None = None
+        try:
+            if is_main:
+                self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            failure = storage.full_disk(error) or str(error)
+        temporary, failure = broadcast_object((temporary, failure), self.group)
         if failure is None:
             failure = self._complete(_write_share(temporary, copies), weights, manifest)
         if failure is not None and is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         return final, failure
-
-    def _make_root(self) -> str | None:
-        """Create the folder of checkpoints; return what went wrong."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return storage.full_disk(error) or str(error)
-        return None
 
     def _with_free_space(self, reasons: str) -> str:
         """Add the free disk space, if the folder exists."""

@@ -163,9 +163,9 @@ def _exchanging(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
 
-def set_process_group(module: Any, process_group: dist.ProcessGroup) -> None:
+def set_process_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Gather and reduce over another process group of the same size, in which this rank has the same place."""
-    for group in _parameter_groups(module):
+    for group in _all_groups(model):
         group.mesh_info.shard_process_group = process_group
 
 
@@ -178,11 +178,10 @@ def forget_pass(model: Any) -> None:
         model.reset_iter_state()
     else:
         _reset_pass(model)
-    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        for parameter in (each for group in _parameter_groups(module) for each in group.fsdp_params):
-            parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # gathered at least once
-                parameter._unsharded_param.grad = None
+    for parameter in (each for group in _all_groups(model) for each in group.fsdp_params):
+        parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # gathered at least once
+            parameter._unsharded_param.grad = None
 
 
 class GatheredWeights:
@@ -194,13 +193,8 @@ class GatheredWeights:
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.parameters.items()
-        for group in self._groups():
+        for group in _all_groups(self.model):
             yield from self._of(group)
-
-    def _groups(self) -> Iterator[Any]:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                yield from _parameter_groups(module)
 
     def _of(self, group: Any) -> Iterator[tuple[str, Tensor]]:
         for part in group.fsdp_params:
@@ -209,7 +203,7 @@ class GatheredWeights:
 
     def watch(self, watch: Callable[[], WeightWatch]) -> None:
         """Compare weights between their gathering and their release. Call it once."""
-        for group in self._groups():
+        for group in _all_groups(self.model):
             group.wait_for_unshard = partial(self._gather, group, group.wait_for_unshard, watch)
             group.reshard = partial(self._free, group, group.reshard, watch)
 
@@ -240,6 +234,10 @@ def _reset_pass(model: Any) -> None:
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
             group._to_sharded()
+
+
+def _all_groups(model: nn.Module) -> list[Any]:
+    return [group for each in model.modules() if isinstance(each, FSDPModule) for group in _parameter_groups(each)]
 
 
 def _parameter_groups(module: Any) -> list[Any]:

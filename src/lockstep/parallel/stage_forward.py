@@ -56,12 +56,12 @@ class StageForward:
                 continue
             received = outputs
             if number and size > 1:
-                states = self._send_object(None, previous, rank)
+                states = self._receive_object(previous)
                 received = tuple(self._receive(t.empty(self.device), previous) for t in layouts[first - 1].tensors)
             outputs = self.model.run(first, last, batch=batch, received=received, states=states)
             states = generators()
             if number < len(self.stages) - 1 and size > 1:
-                self._send_object(states, rank, following)
+                send_object(states, following, self.group)
                 for tensor in outputs:
                     dist.send(tensor, group=self.group, group_dst=following)
         return self._to_owner(outputs, (len(self.stages) - 1) % size, owner)
@@ -77,17 +77,13 @@ class StageForward:
         if last == owner:
             return outputs if rank == owner else None
         if rank == last:
-            self._send_object((moved(outputs, "cpu"), generators()), last, owner)
+            send_object((moved(outputs, "cpu"), generators()), owner, self.group)
         elif rank == owner:
-            outputs, states = self._send_object(None, last, owner)
+            outputs, states = self._receive_object(last)
             set_generators(states)
             return moved(outputs, self.device)
         return None
 
-    def _send_object(self, value: Any, source: int, target: int) -> Any:
-        """Send an object from one rank to another; both call it."""
-        if self.group.rank() == source:
-            send_object(value, target, self.group)
-            return value
+    def _receive_object(self, source: int) -> Any:
         with waiting_in(f"the stage on rank {source}"):
             return receive_object(source, self.group)

@@ -62,14 +62,9 @@ def splittable(model: Model) -> tuple[frozenset[str], dict[str, int]]:
     assert plan is not None
     modules = tuple(f"{name}." for name, style in styles.items() if style in STYLES)
     names = (name for name, _ in model.named_parameters())
-    split = frozenset(name for name in names if name.startswith(modules) and not _is_replicated(name, model, styles))
+    whole = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}  # added after the sum
+    split = frozenset(name for name in names if name.startswith(modules) and name not in whole)
     return split, {**plan.counts, **_features(model, styles)}
-
-
-def _is_replicated(name: str, model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Return whether a parameter is the bias of a row-wise layer, which is added after the sum."""
-    module, _, kind = name.rpartition(".")
-    return kind == "bias" and styles.get(module, "").startswith("rowwise")
 
 
 def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import hmac
 import os
 import platform
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -22,13 +22,12 @@ BYTES = 32
 
 def authenticate(group: dist.ProcessGroup, secret: bytes) -> None:
     """Check that each member knows the secret. Collective. Raises PeerLost where one does not."""
-    rank = dist.get_rank()
-    others = [other for other in dist.get_process_group_ranks(group) if other != rank]
-    challenges = {other: secrets.token_bytes(BYTES) for other in others}
-    asked = _exchanged(challenges, group)
-    answers = _exchanged({other: _proof(secret, asked[other], ranks=(rank, other)) for other in others}, group)
-    for other in others:
-        if not hmac.compare_digest(answers[other], _proof(secret, challenges[other], ranks=(other, rank))):
+    rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
+    challenges = [secrets.token_bytes(BYTES) for _ in members]
+    asked = zip(members, _exchanged(challenges, group), strict=True)
+    answers = _exchanged([_proof(secret, each, ranks=(rank, other)) for other, each in asked], group)
+    for other, challenge, answer in zip(members, challenges, answers, strict=True):
+        if not hmac.compare_digest(answer, _proof(secret, challenge, ranks=(other, rank))):
             raise PeerLost(f"what has connected as rank {other} does not know the run's secret")
 
 
@@ -37,16 +36,12 @@ def _proof(secret: bytes, challenge: bytes, *, ranks: tuple[int, int]) -> bytes:
     return hmac.digest(secret, b"%d %d " % ranks + challenge, "sha256")
 
 
-def _exchanged(messages: Mapping[int, bytes], group: dist.ProcessGroup) -> dict[int, bytes]:
-    """Send each rank its message -> the messages of the others."""
-    received = {other: torch.empty(BYTES, dtype=torch.uint8) for other in messages}
-    sent = {other: torch.frombuffer(bytearray(message), dtype=torch.uint8) for other, message in messages.items()}
-    works = [dist.isend(tensor, other, group=group) for other, tensor in sent.items()]
-    works += [dist.irecv(tensor, other, group=group) for other, tensor in received.items()]
-    for work in works:
-        assert work is not None  # this rank is in the group
-        work.wait()
-    return {other: bytes(tensor.tolist()) for other, tensor in received.items()}
+def _exchanged(messages: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """Send each rank its message -> those of all ranks."""
+    sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return [bytes(each.tolist()) for each in received.split(BYTES)]
 
 
 CONNECT_SECONDS = 5.0

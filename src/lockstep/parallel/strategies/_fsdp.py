@@ -107,9 +107,7 @@ class FullyShardedDataParallel(Sharded):
         mesh = self._open_groups(self.within.size())
         self.mesh._dim_group_names = mesh._dim_group_names
         self.mesh._get_root_mesh()._pg_registry = mesh._get_root_mesh()._pg_registry  # the old groups can be freed
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                set_process_group(module, self.within)
+        set_process_group(self.model, self.within)
         forget_pass(self.model)
         for scatter in self.scatters:
             scatter.reset()

@@ -90,7 +90,8 @@ class Pipeline(Sharded):
         self.sharded_norm = RowwiseNorm(trained, first_row, group=self.along, device=self.device)
         for name, parameter in named.items():
             if name not in self.local:
-                _free(parameter)
+                parameter.requires_grad = False  # the placeholder keeps its shape for the model's code
+                parameter.data = _placeholder(parameter, parameter.device)
             elif self.model._lockstep_initial is not None:
                 parameter.data = self.model._lockstep_initial(fake[name]).to(self.device)
 
@@ -170,12 +171,6 @@ class Pipeline(Sharded):
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
-
-
-def _free(parameter: nn.Parameter) -> None:
-    """Free a parameter of another rank's stage; the placeholder keeps its shape for the model's code."""
-    parameter.requires_grad = False
-    parameter.data = _placeholder(parameter, parameter.device)
 
 
 @contextmanager
