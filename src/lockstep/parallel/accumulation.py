@@ -72,10 +72,6 @@ class Accumulation:
         self.fill(parameters, [parameter_views(slot, local) for slot in slots])
         return parameter_views(all_reduce.sum(slots), local)
 
-    def remove(self) -> None:
-        while self.hooks:
-            self.hooks.pop().remove()
-
     def _accumulate(self, parameter: Tensor) -> None:
         """Move a new gradient from p.grad into the tree."""
         micro_batch = self.passes.current

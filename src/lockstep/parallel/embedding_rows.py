@@ -106,10 +106,6 @@ class EmbeddingRows:
             gradient[rows] = sums
             weight.grad, self.touched[gradient] = gradient, rows
 
-    def remove(self) -> None:
-        while self.hooks:
-            self.hooks.pop().remove()
-
     def add(self, weight: Tensor, found: RowSum) -> None:
         """Add to the sums of the current micro-batch, in the order of arrival, as autograd does."""
         micro_batch = self.passes.current

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.core.distributed.process_group import world_group
@@ -38,8 +39,8 @@ class Replicated:
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
-        self.hooked: list[Accumulation | EmbeddingRows] = []
-        """What has hooks in the placed model."""
+        self.hooks: list[RemovableHandle] = []
+        """In the placed model."""
         self.runners: tuple[int, ...] | None = None
         """The ranks that run shards, in another order than usual, while a step is run once more."""
         self._all_reduces: dict[tuple[int, Shards, tuple[int, ...] | None], AllReduce] = {}
@@ -59,13 +60,13 @@ class Replicated:
         rows = EmbeddingRows(() if self.randomness.compiles else large_embeddings(model), self.passes)
         accumulated = [p for p in self.parameters if p not in rows.gradients] if self.exact else []
         self.accumulation = Accumulation(accumulated, self.passes, leaves_last=self.LEAVES_LAST)
-        self.embedding_rows, self.hooked = rows, [self.accumulation, rows]
+        self.embedding_rows, self.hooks = rows, self.accumulation.hooks + rows.hooks
         return model
 
     def release(self) -> None:
         """Remove the hooks from the placed model."""
-        for each in self.hooked:
-            each.remove()
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         return self.owned_by(None, shards, present)

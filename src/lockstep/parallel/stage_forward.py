@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,26 +15,21 @@ from lockstep.core.distributed.collectives import receive_object, send_object
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
-from lockstep.core.numerics.seeds import generators, set_generators
+from lockstep.core.numerics.seeds import GeneratorStates, generators, set_generators
 from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.sharded import round_robin_forward
 
 
+@dataclass(frozen=True)
 class StageForward:
     """Runs batches through stages that are on the ranks of `group` in turn. `bounds`: the first block of each stage,
     and the number of blocks. `buffers`: of this rank's stages; they do not change."""
 
-    def __init__(
-        self,
-        model: PartitionedModel,
-        bounds: Sequence[int],
-        buffers: Sequence[BufferUpdates],
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self.model, self.buffers, self.group, self.device = model, buffers, group, device
-        self.stages = list(pairwise(bounds))
+    model: PartitionedModel
+    bounds: Sequence[int]
+    buffers: Sequence[BufferUpdates]
+    group: dist.ProcessGroup
+    device: torch.device
 
     def outputs(self, batch: Batch) -> Outputs:
         """Return the model's outputs for this rank's batch. Collective: every rank runs its stages for all batches."""
@@ -49,8 +45,9 @@ class StageForward:
         """Run one batch through all stages; return its outputs on rank `owner` of the group, None on the others."""
         layouts, size = self.model.output_layouts(batch), self.group.size()
         outputs: Any = ()
-        states = None
-        for number, (first, last) in enumerate(self.stages):
+        states: GeneratorStates | None = None
+        final = len(self.bounds) - 2
+        for number, (first, last) in enumerate(pairwise(self.bounds)):
             previous, rank, following = (number - 1) % size, number % size, (number + 1) % size
             if rank != self.group.rank():
                 continue
@@ -60,11 +57,11 @@ class StageForward:
                 received = tuple(self._receive(t.empty(self.device), previous) for t in layouts[first - 1].tensors)
             outputs = self.model.run(first, last, batch=batch, received=received, states=states)
             states = generators()
-            if number < len(self.stages) - 1 and size > 1:
+            if number < final and size > 1:
                 send_object(states, following, self.group)
                 for tensor in outputs:
                     dist.send(tensor, group=self.group, group_dst=following)
-        return self._to_owner(outputs, (len(self.stages) - 1) % size, owner)
+        return self._to_owner(outputs, final % size, owner)
 
     def _receive(self, buffer: Tensor, source: int) -> Tensor:
         with waiting_in("the stage before"):

@@ -60,7 +60,6 @@ class Steering:
     """None on other ranks than 0."""
     recorded: dict[int, Decision] = field(default_factory=dict)
     """Step -> what was decided there before this start."""
-    last_recorded: int = -1
 
     def start(self, step: int, *, repeats: bool) -> None:
         """Read what was decided from this step on, or drop it unless it `repeats`. Raises CheckpointError."""
@@ -71,7 +70,6 @@ class Steering:
             decisions = [decision for decision in decisions if decision.step < step]
             storage.write(self.file, "".join(map(_line, decisions)))
         self.recorded = {decision.step: decision for decision in decisions if decision.step >= step}
-        self.last_recorded = max(self.recorded, default=-1)
 
     def inherit(self, file: Path, step: int) -> None:
         """Take over what another run has decided at a step, for the next one, unless this run has decisions already."""
@@ -82,7 +80,7 @@ class Steering:
     def flags(self, step: int) -> list[int]:
         """Return what to propose to the other ranks at the end of a step: what was decided then, else new requests."""
         requests, self.bus.requests = self.bus.requests, []
-        if step <= self.last_recorded:
+        if step <= max(self.recorded, default=-1):
             decision = self.recorded.get(step)
             return decision.flags() if decision else NO_REQUEST
         if not requests:

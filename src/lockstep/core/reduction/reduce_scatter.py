@@ -5,6 +5,7 @@ V = shards of a step, S = ranks that share the model, n = elements of a rank's r
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lockstep.core.reduction.tree import Node, TreeSum, cover
 WAIT = "the reduce-scatter of gradients"
 
 
+@dataclass(eq=False)
 class Rounds:
     """The rounds of a step: in each, every one of the S ranks runs one micro-batch, or a ghost.
 
@@ -27,11 +29,10 @@ class Rounds:
     ghost; `machines`: of the S ranks, where they add within machines first.
     """
 
-    def __init__(
-        self, all_reduce: AllReduce, shards: Sequence[Sequence[int | None]], machines: Topology | None = None
-    ) -> None:
-        self.all_reduce, self.shards, self.machines = all_reduce, shards, machines
-        self.number = 0
+    all_reduce: AllReduce
+    shards: Sequence[Sequence[int | None]]
+    machines: Topology | None = None
+    number: int = 0
 
     @property
     def current(self) -> Sequence[int | None]:
