@@ -27,8 +27,6 @@ UNFOLDED = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A checkpoint on disk."""
-
     folder: Path
     manifest: Manifest | None
     """None when it cannot be read; see `problem`."""
@@ -41,8 +39,6 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """A run's folder of checkpoints."""
-
     entries: Sequence[Entry]
     """The requested checkpoints, newest first."""
     resumed: Path | None
@@ -67,8 +63,7 @@ def take_inventory(
 ) -> Inventory:
     """Check a run's folder of checkpoints, or `only` one in it; `on_check` is called with each before it is checked.
 
-    The run may continue meanwhile: checkpoints that it deletes are left out. Raises CheckpointError when the folder
-    cannot be read.
+    The run may go on meanwhile: what it deletes is left out. Raises CheckpointError when the folder cannot be read.
     """
     try:
         with suppress(FileNotFoundError):

@@ -58,8 +58,7 @@ def split_sign(name: str) -> tuple[str, Mode]:
 
 
 def without_sign(section: Any, metric: str, mode: str) -> Any:
-    """Return the settings of a section, given as a mapping, with the sign of `metric` as its `mode`. Raises
-    ValueError."""
+    """Return the settings of a section, a mapping, with the sign of `metric` as its `mode`. Raises ValueError."""
     if not isinstance(section, Mapping) or not isinstance(section.get(metric), str):
         return section
     name, signed = split_sign(section[metric])

@@ -55,7 +55,6 @@ class Mirror:
         self._restore(sorted((step for step in steps if step > newest), reverse=True))
 
     def _restore(self, steps: Iterable[int]) -> None:
-        """Copy the first intact checkpoint to disk."""
         for step in steps:
             target = folder_of(self.root, step)
             temporary = self.root / f"{target.name}.tmp-mirror"

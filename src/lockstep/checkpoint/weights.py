@@ -14,8 +14,7 @@ MODEL, AVERAGE = "model.", "ema."
 
 
 def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill weights and buffers in place; the parameters with the moving average where the checkpoint has one. A DTensor
-    gets its local shard.
+    """Fill weights and buffers in place, of DTensors the shard; parameters with the moving average where there is one.
 
     Raises CheckpointError when the checkpoint is damaged, or belongs to another model.
     """

@@ -136,8 +136,7 @@ class Writer:
             self._is_cancelled = True
 
     def warm_up(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory for copies beside the training, before the first save: page faults take 50 times as long
-        as the copy itself."""
+        """Allocate the copies beside the training, before the first save: page faults take 50 times a copy's time."""
         share = {name: tensors[name] for name in self._assigned(tensors)}
         self.bytes = sum(local_tensor(tensor).nbytes for tensor in share.values())
 
@@ -229,8 +228,7 @@ class Writer:
             return reasons
 
     def _complete(self, share: "Share", weights: dict[str, Tensor], manifest: Manifest) -> str | None:
-        """Send rank 0 what each rank has written; it then writes table and manifest, and renames. Return what went
-        wrong."""
+        """Send rank 0 what each rank has written; it writes table and manifest, and renames -> what went wrong."""
         lines, failures = world_lines(weights, self.group), list[str]()
         try:
             everyone = gather_object(share, self.group)

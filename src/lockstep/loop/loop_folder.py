@@ -98,8 +98,6 @@ class LoopFolder:
         return checkpoint
 
     def saving(self, state: TrainState, optimizer: ScriptOptimizer, order: Order) -> Saving:
-        """Build the saving of checkpoints."""
-
         def manifest(metrics: dict[str, float]) -> layout.Manifest:
             return layout.Manifest(
                 step=state.step,

@@ -60,7 +60,6 @@ class LoopSettings:
         return {**own, **train}
 
     def order(self, samples: int) -> Order:
-        """Return the order of the samples over the steps."""
         return Order(
             seed=self.own.seed,
             samples=samples,

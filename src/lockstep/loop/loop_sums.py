@@ -16,8 +16,7 @@ from lockstep.data.loader import SampleLoader, Samples, one_by_one
 def measured(
     micro_batches: Iterable[MicroBatch], measure: Callable[[Any], Mapping[str, Any]]
 ) -> dict[str, float | int]:
-    """Return the sums over all batches of all processes of what `measure` returns, which may draw random numbers. A
-    collective. Raises ModelError."""
+    """Return the sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
     sums: dict[str, ExactSum] = {}
     with generators_restored():
         for micro_batch in micro_batches:

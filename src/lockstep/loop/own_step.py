@@ -64,8 +64,7 @@ class ScriptGuard:
             self.place = before
 
     def start_step(self, place: Callable[[], None]) -> None:
-        """Have the model placed again where the script has changed which parameters are trained, on all ranks. Raises
-        ModelError."""
+        """Have the model placed again where the script has changed what is trained, on all ranks. Raises ModelError."""
         names = trained_names(self.parameters)
         if names == self.trained:
             return

@@ -25,16 +25,14 @@ GROUPS = "optim.groups."
 
 
 def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Return the scheduler of torch that a script gives, or that its function of optimizer and steps makes. Raises
-    ConfigError where it gives a `schedule` as well."""
+    """Return a script's scheduler, or what its function makes. Raises ConfigError where it gives a `schedule`, too."""
     if scheduler is not None and schedule is not None:
         raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
     return scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
 
 
 class ScriptOptimizer:
-    """An optimizer of the script's, with its scheduler, if it has one. Raises ConfigError, ModelError where they cannot
-    be used."""
+    """A script's optimizer, with its scheduler, if any. Raises ConfigError, ModelError where they cannot be used."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler

@@ -32,7 +32,6 @@ class Accumulation:
         self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.parameters]
 
     def start_step(self, all_reduce: AllReduce) -> None:
-        """Start with empty trees."""
         self.nodes, self.left = all_reduce.local_nodes, set()
         self.trees = {p: TreeSum(all_reduce.present, self.nodes) for p in self.parameters}
 

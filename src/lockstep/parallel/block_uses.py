@@ -22,8 +22,6 @@ METADATA = {"dtype", "device", "shape", "requires_grad", "is_cuda", "ndim", "lay
 
 @dataclass
 class BlockUses:
-    """The uses of blocks in one forward pass."""
-
     entered: list[nn.Module] = field(default_factory=list)
     """Blocks in the order of their calls; one that runs twice is there twice."""
     outside: dict[nn.Module, str] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class _WeightUses(TorchFunctionMode):
             self.uses.outside.setdefault(block, "a gradient inside of forward()")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        """Record the weights among an operation's arguments."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ == "__get__" and getattr(func.__self__, "__name__", "") in METADATA:
             return result

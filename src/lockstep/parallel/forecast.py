@@ -123,8 +123,6 @@ def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequenc
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The processes and what they run on."""
-
     world: int
     per_machine: int
     slots: int
@@ -180,8 +178,6 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Input of a forecast."""
-
     section: Any
     """The strategy's Config."""
     shards: int

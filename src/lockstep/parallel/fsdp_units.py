@@ -170,8 +170,7 @@ def set_process_group(model: nn.Module, process_group: dist.ProcessGroup) -> Non
 
 
 def forget_pass(model: Any) -> None:
-    """Reset the whole model after a failed forward or backward pass, if it has had any pass; drop the gradients so far,
-    which FSDP itself would add to those of the next pass."""
+    """Reset the model after a failed pass, if it has had any; drop the gradients so far, which FSDP would add to."""
     if not model._get_fsdp_state()._is_root:
         return
     if hasattr(model, "reset_iter_state"):  # since torch 2.13

@@ -165,8 +165,7 @@ class WorldLoss:
     """The loss over all shards, each of which ran on one rank: totals and counts as float64, in the tree's order.
 
     Creating it starts the collective, which runs beside the backward pass; `result` waits for it. `names`: of further
-    sums, as all ranks know them, to which those are added that a shard is the first to have. `step`: any micro-batch of
-    the step.
+    sums, as all ranks know them, to which those are added that a shard is the first to have. `step`: any micro-batch.
     """
 
     def __init__(

@@ -29,8 +29,6 @@ from lockstep.parallel.partition import PartitionedModel, Run, in_order, order_o
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """The profile of a model of B units."""
-
     holders: dict[str, tuple[int, int]]
     """Parameter -> the first and the last unit that uses it."""
     modules: dict[str, int]
@@ -91,8 +89,7 @@ def refuse_state_between_blocks(partitioned: PartitionedModel, batch: Batch, aut
 
 
 class OutputUses(TorchDispatchMode):
-    """Records the units that use outputs of another block than the one before them, even those without a gradient, such
-    as masks and positions."""
+    """Records the units that use outputs of another block than the one before, even without a gradient, as of masks."""
 
     def __init__(self, unit: Callable[[], int]) -> None:
         super().__init__()
@@ -106,7 +103,6 @@ class OutputUses(TorchDispatchMode):
         self.block_of_storage |= {tensor.untyped_storage()._cdata: block for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        """Record the uses among an operation's arguments."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 block = self.block_of_storage.get(leaf.untyped_storage()._cdata)
@@ -224,8 +220,7 @@ def _is_packed(node: Any) -> bool:
 def balanced_bounds(
     costs: Sequence[float], stages: int, *, obstacles: Container[int], trained: Set[int]
 ) -> list[int] | None:
-    """Partition a list of costs into contiguous stages so that the largest sum is minimal, by dynamic programming:
-    [0, ..., len(costs)].
+    """Partition costs into contiguous stages, the largest sum minimal, by dynamic programming: [0, ..., len(costs)].
 
     No stage starts at one of the `obstacles`, and each has some of `trained`. None when there is no solution.
     """

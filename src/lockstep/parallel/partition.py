@@ -130,8 +130,7 @@ class PartitionedModel:
         self._layouts: dict[Any, tuple[OutputLayout, ...]] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
         self.gradient_orders: dict[tuple[int, int], tuple[int, ...]] = {}
-        """(number of a block, number of one of its output tensors) -> the order of its gradient's axes, as the backward
-        pass of the next block gives it."""
+        """(number of a block, of one of its outputs) -> order of the gradient's axes, as the next block gives it."""
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
         for block in self.blocks:
             block.forward = partial(self._forward, block, block.forward)

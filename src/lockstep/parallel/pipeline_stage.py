@@ -45,8 +45,7 @@ ByMicroBatch = dict[int, Sequence[Tensor]]
 
 
 class SeededStage(PipelineStage):
-    """A stage for PyTorch's schedules, with the seeds and shapes of each micro-batch; the library's own has one shape
-    for a whole run.
+    """A stage for PyTorch's schedules, with the seeds and shapes of each micro-batch; PyTorch's has one shape for all.
 
     Number `number` of `count`; stages are on the ranks of `group` in turn. `trained`: the parameters of its blocks.
     """
@@ -108,7 +107,6 @@ class SeededStage(PipelineStage):
         return self.sent_gradients.pop(mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
-        """Return the outputs of the stage's blocks for a micro-batch."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
         inputs = self.received.get(fwd_chunk_id, ())

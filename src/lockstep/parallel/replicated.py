@@ -64,7 +64,6 @@ class Replicated:
         return model
 
     def release(self) -> None:
-        """Remove the hooks from the placed model."""
         while self.hooks:
             self.hooks.pop().remove()
 
@@ -118,7 +117,6 @@ class Stepwise(Replicated):
     LEAVES_LAST: ClassVar[bool] = False
 
     def start_step(self, step: MicroBatch) -> None:
-        """Begin the step that a micro-batch belongs to."""
         self.all_reduce = self.all_reduce_of(step.shards, step.present, world_group())
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)
@@ -148,7 +146,6 @@ class Stepwise(Replicated):
         return world_loss.result()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
-        """Run a whole step."""
         step = micro_batches[0]
         self.start_step(step)
         losses = self.passes.run(micro_batches, self.model)

@@ -37,8 +37,7 @@ REPLICATED = ("replicate", SUMMED)
 
 
 def planned(model: Model, size: int, world: int) -> dict[str, str]:
-    """Return the style of each module in a model's plan, by its name. Raises ModelError where `size` of `world`
-    processes cannot share the model."""
+    """Return the style of each module in a model's plan. Raises ModelError where `size` processes cannot share it."""
     plan = model.tensor_plan()
     styles = {} if plan is None else _resolved(model, plan.styles)
     if plan is None or not set(styles.values()).difference(REPLICATED):

@@ -60,7 +60,6 @@ class Predictions:
         """[N], [N, K], or a list of N tensors [W]."""
 
     def add(self, indices: tuple[int, ...], rows: tuple[Any, Any]) -> None:
-        """Fill in the rows of some samples."""
         outputs, targets = rows
         if self.outputs is None:
             self.outputs, self.targets = _blank(outputs, self.samples), _blank(targets, self.samples)
@@ -92,8 +91,6 @@ def _fill(whole: Any, indices: tuple[int, ...], rows: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result over a whole split."""
-
     samples: int
     values: dict[str, float]
     """Name -> value: the loss and LossSum.sums as means over what the loss counts (samples or tokens), and metrics."""

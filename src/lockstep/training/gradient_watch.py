@@ -34,8 +34,7 @@ class GradientWatch:
         self.num_steps += optimizer is self.last_part
 
     def finish(self) -> Collection[str]:
-        """Remove the hooks and return the names of this rank's parameters whose gradients were all zero; none where the
-        optimizer did not run in each step."""
+        """Remove the hooks -> this rank's parameters whose gradients were all 0; none where a step had no update."""
         while self.handles:
             self.handles.pop().remove()
         if self.num_steps < STEPS:

@@ -84,10 +84,7 @@ class ProcessJoins(Exception):  # noqa: N818 (no error)
 
 
 def train(run: Training) -> tuple[str, dict[str, float]]:
-    """Train from the state's step to the end; returns how it ended and the last evaluation.
-
-    Raises what `stepping` does.
-    """
+    """Train from the state's step to the end -> how it ended, the last evaluation. Raises what `stepping` does."""
     for micro_batches in stepping(run):
         with user_code.noting_step(run.state.step + 1):
             run.outcome = step(run.state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")

@@ -138,8 +138,7 @@ class ModelCheck:
 
     @contextmanager
     def _restored(self) -> Iterator[Callable[[], list[str]]]:
-        """Restore parameters, buffers and training mode at the end; yields a function that does so at once and returns
-        the names of the parameters that had changed."""
+        """Restore parameters, buffers and mode at the end; yields a function that does so now -> changed parameters."""
         weights = {name: (p, p.detach().clone()) for name, p in self.module.named_parameters()}
         tables = [(m, dict(m._buffers), m.training) for m in self.model.modules()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]

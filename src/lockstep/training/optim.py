@@ -41,8 +41,6 @@ LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How a parameter is updated."""
-
     kind: str
     section: OptimSection | GroupSection
     """Section with its `options`."""
@@ -312,7 +310,6 @@ class FusedTails:
         self.tail_optimizer.step()
 
     def _after(self, *_: Any) -> None:
-        """Overwrite the tails with the updated registers."""
         if self.updated:
             torch._foreach_copy_([tail for tail, _ in self.updated], [padded for _, padded in self.updated])
 

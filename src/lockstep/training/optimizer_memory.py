@@ -29,8 +29,7 @@ def refuse_unsaved_memory(optimizer: Optimizer, prepare: Callable[[Optimizer], N
     before the optimizer's first step.
 
     `prepare`: what is done with a new optimizer, after zero gradients, before a checkpoint is loaded; `saves_groups`:
-    whether checkpoints hold the options of its parameter groups. An optimizer whose copy cannot be made or run is not
-    checked.
+    whether checkpoints hold its groups' options. It is not checked where its copy cannot be made or run.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return

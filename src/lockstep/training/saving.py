@@ -57,7 +57,6 @@ class Saving:
         self.stalls.append(time.monotonic() - start)
 
     def poll(self) -> None:
-        """Report the last save if it has finished."""
         if not self.writer.is_busy:
             self._report(self.writer.finished())
 

@@ -52,8 +52,6 @@ class MovingAverage:
 
 @dataclass(kw_only=True)
 class BestSoFar:
-    """The best value of a metric so far, and the evaluations since."""
-
     best: float | None = None
     evaluations_since: int = 0
 

@@ -72,7 +72,6 @@ def _receive(state: TrainState, source: int) -> None:
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Return name, dtype and shape of this rank's shards."""
     return [[name, str(tensor.dtype), list(local_tensor(tensor).shape)] for name, tensor in tensors.items()]
 
 

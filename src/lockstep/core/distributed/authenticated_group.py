@@ -102,7 +102,6 @@ class Attempts:
         return group, ""
 
     def _reasons(self, own: str) -> list[str]:
-        """Collect the reasons why ranks cannot use their groups."""
         self.store.set(f"{self.number}/{self.rank}", own or " ")  # TCPStore gives no empty values
         keys = [f"{self.number}/{rank}" for rank in range(self.size)]
         try:

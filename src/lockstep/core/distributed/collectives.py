@@ -87,8 +87,7 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, 
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise a LockstepError of one rank on every rank of the group, marked as shared. The block must not call
-    collectives: the other ranks would wait in them."""
+    """Raise a LockstepError of one rank on every rank of the group, marked as shared. The block calls no collective."""
     own: LockstepError | None = None
     try:
         yield

@@ -1,5 +1,4 @@
-"""The collectives that a GPU has not finished, from torch's flight recorder: the host only enqueues them, and may wait
-for their results anywhere."""
+"""The collectives that a GPU has not finished, from torch's flight recorder: the host may wait for them anywhere."""
 
 import json
 import os

@@ -100,8 +100,7 @@ def _timeout() -> timedelta:
 
 
 def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Open another Gloo group of all ranks, with the default group's timeout unless another is given. Collective;
-    raises as `own_group` does."""
+    """Open another Gloo group of all ranks, by default with the default group's timeout. Collective, as `own_group`."""
     return own_group([range(dist.get_world_size())], backend="gloo", timeout=timeout)
 
 

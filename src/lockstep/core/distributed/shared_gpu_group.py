@@ -79,7 +79,6 @@ class StagedGroup(dist.ProcessGroup):
         return BACKEND
 
     def run(self, method: str, *arguments: Any, **options: Any) -> StagedWork:
-        """Start a collective on copies of the tensors in its arguments."""
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [self._staged(each, copies) for each in arguments[:1]]
         results = [] if method in READS_ONLY else list(copies)

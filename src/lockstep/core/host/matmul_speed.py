@@ -42,8 +42,7 @@ def mean_flops(precision: str, device: torch.device) -> float:
 def compare_precisions(precision: str) -> tuple[str, float]:
     """Return the precision to compare with on a CPU, and how many times as fast its products are on this thread's core.
 
-    What other processes do on the core does not count, where the system's clock of threads is fine enough; no random
-    number is drawn.
+    What other processes do on the core does not count, where the clock of threads is fine; nothing random is drawn.
     """
     is_fine = time.get_clock_info("thread_time").resolution < FINE_SECONDS
     clock = time.thread_time if is_fine else time.perf_counter

@@ -30,8 +30,7 @@ FOREIGN = {
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     """Load a config, tokenizer or model of transformers from a folder or the hub. Raises ModelError for settings that
-    name code and for a missing folder, and what transformers raises. The hub is asked only where it answers: its
-    own client retries."""
+    name code and for a missing folder, and what transformers raises. The hub is asked only where it answers."""
     _check_exists(name)
     check_folder(Path(name))
     if auto_class.__name__.startswith(("AutoConfig", "AutoModel")):

@@ -39,8 +39,7 @@ class SignalWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle signals in a thread, which reads them from a socket: Python's own handlers run in the main thread,
-        which may be blocked in C++."""
+        """Handle signals in a thread, from a socket: Python's handlers run in the main thread, which C++ may block."""
         reader, sender = socket.socketpair()
         sender.setblocking(False)  # noqa: FBT003 (its only argument)
         handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}

@@ -3,8 +3,7 @@ with the bits of a plain build.
 
 While a model is built, its tensors are FakeTensors on the CPU (torch.nn.init skips some operations on meta tensors),
 and the operations on them are recorded. Random numbers are drawn into temporary memory, so that the generator advances
-as in a plain build. A tensor's value is computed by replaying the operations that it depends on. Related: torchdistX,
-deferred_init; torch itself has no such thing.
+as in a plain build. A tensor's value is computed by replaying the operations that it depends on, as in torchdistX.
 """
 
 import inspect
@@ -41,14 +40,11 @@ class StorageView:
         return cls(_storage(value), tuple(value.size()), tuple(value.stride()), int(value.storage_offset()))
 
     def of_memory(self, memory: dict[int, Tensor]) -> Tensor:
-        """Return this view of real memory."""
         return memory[self.storage].as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A recorded operation on fake tensors."""
-
     function: Any
     args: Any
     kwargs: Any

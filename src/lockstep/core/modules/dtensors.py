@@ -25,9 +25,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter's gradient; zeros where an autograd function gave it none. Autograd may
-    leave the gradient with other placements than the parameter has, as for an embedding whose rows are split. Raises
-    ModelError for a sparse one."""
+    """Return this rank's shard of a parameter's gradient; zeros where there is none. Autograd may leave it with other
+    placements than the parameter's, as for an embedding whose rows are split. Raises ModelError for a sparse one."""
     refuse_sparse(parameter)
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if is_dtensor(parameter) and is_dtensor(gradient):

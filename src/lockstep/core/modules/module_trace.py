@@ -109,7 +109,6 @@ class Trace:
         self.queue, self.position = list(micro_batches), None
 
     def tensors(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Write the hash of each tensor at a step."""
         hashes = {name: fingerprint(tensor) for name, tensor in tensors}
         self.write({"kind": kind, "step": step, "tensors": hashes})
 

@@ -43,7 +43,6 @@ class TrackedBuffer:
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is in checkpoints."""
         return self.key not in self.module._non_persistent_buffers_set
 
     @property
@@ -68,13 +67,11 @@ class TrackedBuffer:
 
     @property
     def has_kept_shape(self) -> bool:
-        """Whether it still has its shape and dtype."""
         value = self.value
         return value is not None and (value.shape, value.dtype) == (self.before.shape, self.before.dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Dtype in which contributions are summed."""
         is_float = self.before.is_floating_point() or self.before.is_complex()
         return self.before.dtype if is_float else torch.int64
 
@@ -85,7 +82,6 @@ class TrackedBuffer:
         self.install(tensor)
 
     def install(self, tensor: Tensor) -> None:
-        """Put a tensor into the module."""
         self.module._buffers[self.key] = self.current = tensor
         self.version = self._version
 

@@ -15,8 +15,6 @@ UNIT = 1 << 1074
 
 @dataclass(frozen=True, kw_only=True)
 class ExactSum:
-    """A sum of whole numbers and floats."""
-
     units: int = 0
     """Sum of the finite numbers, in 1/UNIT."""
     beyond: float = 0.0

@@ -31,7 +31,6 @@ class Scaler(torch.amp.GradScaler):
     does not work with fused optimizers in torch 2.13."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale as PyTorch does; an overflow on one rank counts on all. A collective."""
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
             for found_inf in self._found_inf_per_device(optimizer).values():

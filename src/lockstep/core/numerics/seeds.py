@@ -174,7 +174,6 @@ class Randomness:
             self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
 
     def unwatch(self) -> None:
-        """Remove the hooks, and restore `forward` of the blocks."""
         while self._watched:
             block, own, handle = self._watched.pop()
             handle.remove()

@@ -35,8 +35,7 @@ class AllReduce:
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """Reduce this rank's partial sums, one flat [n] for each of its nodes in order -> the sum over all shards [n].
 
-        The same bits on every rank. `partials` may be overwritten; a rank without a node passes one tensor for its type
-        and memory.
+        The same bits on every rank. `partials` may be overwritten; a rank without a node passes one tensor of its type.
         """
         if self.size == 1:
             return partials[0]

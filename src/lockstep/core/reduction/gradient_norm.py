@@ -32,8 +32,7 @@ def average_(
     max_value: float | None = None,
     touched_rows: Mapping[Tensor, Tensor] = NO_ROWS,
 ) -> Tensor:
-    """Divide summed gradients by a count, 0-dim, scale them down to max_norm if the result is longer, and clamp them to
-    max_value, in place.
+    """Divide summed gradients by a count, 0-dim, scale them down to max_norm, and clamp them to max_value, in place.
 
     `norm`: of the sums, 0-dim; `touched_rows`: see Strategy. Returns the norm of the averages before clipping. Minus
     zero becomes zero, as in parameters that no sample used.

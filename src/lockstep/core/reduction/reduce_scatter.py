@@ -90,8 +90,7 @@ class TreeReduceScatter(ReduceScatter):
     def finish(self, output: Tensor) -> None:
         """Add this round's rows to the tree; in the last round write the sum over all shards to `output` [n].
 
-        FSDP's all-reduce hook, which runs after its reduce-scatter. On a single rank FSDP skips the reduce-scatter, and
-        `output` is the gradient.
+        FSDP's all-reduce hook, after its reduce-scatter; on a single rank there is none, and `output` is the gradient.
         """
         rounds, rows = self.rounds, self.rows
         self._enter_round()

@@ -1,5 +1,4 @@
-"""Reduction of the partial sums of a bucket: over the network, within machines first, or in memory that the ranks of a
-machine share.
+"""Reduction of a bucket's partial sums: over the network, within machines first, or in memory that their ranks share.
 
 n = elements of a bucket, L = ranks of a machine.
 """
@@ -57,7 +56,6 @@ class MachineFirstTransport(NetworkTransport):
         self._machine_reductions: dict[AllReduce, AllReduce] = {}
 
     def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
-        """Do as `NetworkTransport.sum`."""
         machines = self._between_machines(all_reduce)
         here = AllReduce([all_reduce.owned[rank] for rank in self.ranks], all_reduce.present, self.neighbours.row_group)
         total = TreeSum(all_reduce.present, machines.local_nodes)
@@ -156,8 +154,7 @@ def _opened(offer: Offer, like: Tensor) -> Tensor:
 
 
 def transport(device: torch.device) -> NetworkTransport:
-    """Open the fastest transport for a device. Collective. On Gloo it has a process group of its own, because its
-    thread runs beside other collectives."""
+    """Open the fastest transport for a device. Collective. On Gloo it has its own group, beside other collectives."""
     if dist.get_world_size() == 1:
         return NetworkTransport(world_group())
     if device.type == "cuda":

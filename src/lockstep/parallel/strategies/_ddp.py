@@ -108,7 +108,6 @@ class DataParallel(Replicated):
         """Runs tasks beside the backward pass."""
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Wrap the model for the current process group."""
         super().place(model, sample)
         if self.worker is not None:
             self.worker.close()

@@ -189,7 +189,6 @@ class FullyShardedDataParallel(Sharded):
             parameter.grad = None
 
     def _move_gradients(self) -> None:
-        """Move gradients from FSDP's parameters to the local ones."""
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if parameter.requires_grad and gradient is None:

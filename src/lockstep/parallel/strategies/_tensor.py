@@ -66,8 +66,7 @@ class TensorParallel(Sharded):
         return size
 
     def _random_ops(self, model: Model, batch: Batch) -> list[str]:
-        """Return the operators of a forward pass in training that draw random numbers, with their outputs' shapes:
-        equal lists mean that every draw can be equal."""
+        """Return the operators of a training pass that draw random numbers, with shapes: equal lists, equal draws."""
         with self.precision.autocast(), copied_buffers(model), torch.no_grad(), _RandomOps() as mode:
             model(batch)
         return mode.ops
@@ -84,7 +83,6 @@ class TensorParallel(Sharded):
             )
 
     def _set_parameters(self, summed: set[str]) -> None:
-        """Set this rank's shards of the split model's parameters."""
         named = dict(self.model.named_parameters())
         self.parameters = {name: p if is_split(p) else local_tensor(p) for name, p in named.items()}
         self.local = {name: nn.Parameter(local_tensor(p), requires_grad=p.requires_grad) for name, p in named.items()}
