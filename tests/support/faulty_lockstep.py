@@ -40,7 +40,7 @@ PHASES = {
     "evaluation": (evaluation, "_evaluate_rounds"),
     "save": (writer.Writer, "start"),
     "writing": (writer.Writer, "_write"),
-    "renaming": (writer, "_publish"),
+    "renaming": (writer.Writer, "_publish"),
     "rendezvous": (live_group.LiveGroup, "_wait_for_formation"),
     "connecting": (live_group.LiveGroup, "_open"),
     "sending": (state_transfer, "_send"),

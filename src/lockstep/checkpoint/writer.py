@@ -244,12 +244,27 @@ class Writer:
         return broadcast_object(self._with_free_space("; ".join(failures)) if failures else None, self.group)
 
     def _publish(self, temporary: Path, manifest: Manifest) -> list[str]:
-        """Rename a complete checkpoint, unless the save was cancelled; return what went wrong. Raises OSError."""
+        """Rename a complete checkpoint, unless the save was cancelled; return what went wrong. Raises OSError.
+
+        An intact one of the same step stays: its state is the same, and replacing it would leave a moment with none.
+        """
         final = folder_of(self.root, manifest.step)
         with self._publishing:
             if self._is_cancelled:
                 return ["it was cancelled"]
-            _publish(temporary, final, manifest)
+            storage.write(temporary / MANIFEST, manifest.text())
+            if not final.exists():
+                temporary.replace(final)
+            elif problem(final) is None:
+                existing = read_manifest(final)
+                if manifest.metrics and not existing.metrics:  # it has been evaluated since
+                    evaluated = replace(existing, metrics=manifest.metrics, progress=manifest.progress)
+                    storage.write(final / MANIFEST, evaluated.after(manifest.checkpoints[:-1]).text())
+                shutil.rmtree(temporary)
+            else:
+                final.replace(temporary.with_name(f"{temporary.name}-damaged"))
+                temporary.replace(final)
+            storage.sync(final.parent)
         with suppress(OSError):  # the next save tries again to delete old ones
             self.saved(final)
         return []
@@ -330,21 +345,3 @@ def _hashes(folder: Path, *patterns: str) -> dict[str, tuple[int, str]]:
     """Return file name -> (size, sha256) of the matching files."""
     paths = [path for pattern in patterns for path in folder.glob(pattern)]
     return {path.name: (path.stat().st_size, storage.sha256(path)) for path in paths}
-
-
-def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest, then rename the folder to its final name. An intact checkpoint of the same step stays: its
-    state is the same, and replacing it would leave a moment with none."""
-    storage.write(temporary / MANIFEST, manifest.text())
-    if not final.exists():
-        temporary.replace(final)
-    elif problem(final) is None:
-        existing = read_manifest(final)
-        if manifest.metrics and not existing.metrics:  # it has been evaluated since
-            evaluated = replace(existing, metrics=manifest.metrics, progress=manifest.progress)
-            storage.write(final / MANIFEST, evaluated.after(manifest.checkpoints[:-1]).text())
-        shutil.rmtree(temporary)
-    else:
-        final.replace(temporary.with_name(f"{temporary.name}-damaged"))
-        temporary.replace(final)
-    storage.sync(final.parent)

@@ -139,7 +139,6 @@ class Loop:
         self._randomness = Randomness(seed_of(settings.own.seed, "training"))
         self._randomness.watch(own.blocks())
         precision = Precision(train.precision, self.device)
-        self._guard: ScriptGuard | None = None
         self._own, self._forward = own, AutocastForward(self._model, precision)
         self._strategy = Stepwise(self._randomness, precision, exact=True)
         module = self._strategy.place(own, dict)
@@ -256,13 +255,11 @@ class Loop:
             raise SystemExit(error.exit_code) from None
 
     def _step(self, micro_batches: list[MicroBatch]) -> OwnStep:
-        assert self._guard is not None
         if not self._model.training:
             raise ModelError("the model is in evaluation mode: call model.train() before the next step")
         position = getattr(self.scheduler, "last_epoch", None)
 
         def commit(loss: LossSum) -> Outcome:
-            assert self._guard is not None
             if getattr(self.scheduler, "last_epoch", None) != position:
                 raise ModelError("scheduler.step() was called in `for ... in step`: call it after that, once in a step")
             if self._settings.schedule is not None:

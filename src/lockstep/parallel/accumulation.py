@@ -74,7 +74,6 @@ class Accumulation:
     def _accumulate(self, parameter: Tensor) -> None:
         """Move a new gradient from p.grad into the tree."""
         micro_batch = self.passes.current
-        assert micro_batch is not None
         gradient = local_gradient(parameter)
         if micro_batch.ghost:
             if not self.leaves_last:

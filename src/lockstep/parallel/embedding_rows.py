@@ -109,7 +109,6 @@ class EmbeddingRows:
     def add(self, weight: Tensor, found: RowSum) -> None:
         """Add to the sums of the current micro-batch, in the order of arrival, as autograd does."""
         micro_batch = self.passes.current
-        assert micro_batch is not None
         if micro_batch.ghost:
             return
         self.passes.note(weight, [found.rows, found.values])

@@ -32,6 +32,9 @@ class MicroBatches:
     the model's parameters if not given.
     """
 
+    current: MicroBatch
+    """The micro-batch whose gradients arrive now."""
+
     def __init__(
         self,
         model: Model,
@@ -49,8 +52,6 @@ class MicroBatches:
         self.weights = WeightWatch((lambda: named) if weights is None else weights)
         self.sum_names: set[str] = set()
         """Names of the losses' further sums, as all ranks know them."""
-        self.current: MicroBatch | None = None
-        """The micro-batch whose gradients arrive now."""
         self.is_last = False
         """Whether it is the last one of this rank in the step."""
         self.checksums: dict[int, dict[object, list[Tensor]]] | None = None
@@ -58,7 +59,7 @@ class MicroBatches:
 
     def note(self, key: object, tensors: Iterable[Tensor]) -> None:
         """Keep checksums of what the current micro-batch gives, if they are wanted."""
-        if self.checksums is not None and self.current is not None and not self.current.ghost:
+        if self.checksums is not None and not self.current.ghost:
             of_shard = self.checksums.setdefault(self.current.shard, {})
             of_shard.setdefault(key, []).extend(checksum(tensor.detach()) for tensor in tensors)
 
@@ -84,7 +85,7 @@ class MicroBatches:
 
     def start_backward(self) -> None:
         """Reset buffers for recomputation, which has to read what the forward pass read."""
-        if self.randomness.recomputes and self.current is not None:
+        if self.randomness.recomputes:
             self.buffers.restart(None if self.current.ghost else self.current.shard)
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:

@@ -36,7 +36,6 @@ class StageModule(nn.Module):
         self.partitioned, self.first, self.last, self.passes = model, first, last, passes
 
     def forward(self, *received: Tensor) -> Any:
-        assert self.passes.current is not None
         with self.passes.precision.autocast():
             return self.partitioned.run(self.first, self.last, batch=self.passes.current.batch, received=received)
 

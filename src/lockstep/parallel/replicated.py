@@ -130,7 +130,6 @@ class Stepwise(Replicated):
     def backward(self, loss: LossSum) -> None:
         """Add the gradients of the micro-batch that was started last."""
         micro_batch = self.passes.current
-        assert micro_batch is not None and not micro_batch.ghost
         self.passes.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)
         with phase("backward"):
             self.precision.scaled(loss.total).backward()

@@ -53,12 +53,11 @@ def bandwidth(device: torch.device) -> Bandwidth:
     seconds = partial(median_seconds, device=device)
     gather = seconds(lambda: dist.all_gather_into_tensor(gathered, shard))
     scatter = seconds(lambda: dist.all_to_all_single(received[: len(gathered)], gathered))
-    whole_bytes, shard_bytes = whole.nbytes, shard.nbytes
     return Bandwidth(
-        gather=shard_bytes * (size - 1) / gather,
-        scatter=shard_bytes * (size - 1) / scatter,
-        exchange=whole_bytes / seconds(lambda: wire.sum(0, slots, exchange)),
-        pair=whole_bytes / seconds(lambda: send_to_next(whole, received)),
+        gather=shard.nbytes * (size - 1) / gather,
+        scatter=shard.nbytes * (size - 1) / scatter,
+        exchange=whole.nbytes / seconds(lambda: wire.sum(0, slots, exchange)),
+        pair=whole.nbytes / seconds(lambda: send_to_next(whole, received)),
         latency_seconds=seconds(lambda: send_to_next(element, torch.empty_like(element))),
         together_seconds=seconds(lambda: dist.all_reduce(element)),
     )

@@ -16,31 +16,27 @@ WAIT = "the buffers of an earlier micro-batch"
 class BuffersInOrder:
     """Buffers with the rule in_order, through a step: `before` is the value that the previous shard has left."""
 
+    all_reduce: AllReduce
+    """The step's; none between steps, because the model's hooks would keep its process group for good."""
+
     def __init__(self, buffers: Sequence[TrackedBuffer]) -> None:
         self.buffers = buffers
         self.starts: dict[int, list[Tensor]] = {}
         """Shard -> the values with which its forward pass started, for recomputation in its backward pass."""
         self.sent: list[tuple[dist.Work | None, Tensor]] = []
-        self.of_step: AllReduce | None = None
-        """The step's; None between steps, because the model's hooks would keep its process group for good."""
 
     def start_step(self, all_reduce: AllReduce) -> None:
         """Start a step; `all_reduce` knows which rank runs which shard."""
         self.leave_step()
-        self.of_step, self.shards = all_reduce, sorted(all_reduce.present)
+        self.all_reduce, self.shards = all_reduce, sorted(all_reduce.present)
         for buffer in self.buffers:
             buffer.previous = buffer.before
 
     def leave_step(self) -> None:
         """Forget a step that has ended, or has failed."""
-        self.of_step = None
+        vars(self).pop("all_reduce", None)
         self.sent.clear()
         self.starts.clear()
-
-    @property
-    def all_reduce(self) -> AllReduce:
-        assert self.of_step is not None, "call start_step() first"
-        return self.of_step
 
     def start_shard(self, shard: int) -> None:
         """Wait for the values that the previous shard has left."""

@@ -95,6 +95,9 @@ UNSYNCED: dict[str, Any] = {SYNCING: False}
 class DataParallel(Replicated):
     """DDP with gradients that are sums, not means, and whose order of addition belongs to the shards."""
 
+    worker: CommThread | CommStream | None = None
+    """Runs tasks beside the backward pass."""
+
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         super().__init__(randomness, precision, exact=exact)
         self.config = config
@@ -104,8 +107,6 @@ class DataParallel(Replicated):
         """Number of parameters in this step's buckets."""
         self.last_bucket: Any = None
         """Time when the last bucket's gradients were complete: the backward pass waits from then on."""
-        self.worker: CommThread | CommStream | None = None
-        """Runs tasks beside the backward pass."""
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         super().place(model, sample)
