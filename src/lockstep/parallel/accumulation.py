@@ -1,7 +1,4 @@
-"""Gradient accumulation of a rank's shards in the tree.
-
-V = shards of a step, W = processes.
-"""
+"""Gradient accumulation of a rank's shards in the tree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +12,7 @@ from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Accumulation:
-    """Accumulates each parameter's gradients as at most log2(V/W)+1 partial sums.
+    """Accumulates each parameter's gradients as few partial sums: see TreeSum.
 
     With `leaves_last`, the last micro-batch leaves the first partial sum in p.grad, where the parameter took part in
     it: DDP's hook runs next and copies it to its bucket. `fill` and `take` give the other partial sums.

@@ -1,7 +1,7 @@
 """Forecast of a strategy: memory, traffic and time of the busiest process, for a number of processes.
 
-W = processes, V = shards of a step. A strategy's companion `strategies/_NAME_forecast.py` has `forecast(setting) ->
-Forecast`; it raises LaunchError or ModelError where the strategy cannot run with this setting.
+A strategy's companion `strategies/_NAME_forecast.py` has `forecast(setting) -> Forecast`; it raises LaunchError or
+ModelError where the strategy cannot run with this setting.
 """
 
 from collections.abc import Iterable, Sequence
@@ -181,7 +181,7 @@ class Setting:
     section: Any
     """The strategy's Config."""
     shards: int
-    """V, shards of a step."""
+    """Shards of a step."""
     is_exact: bool
     """Whether gradients are added in the shards' tree."""
     has_average: bool

@@ -1,7 +1,4 @@
-"""Check that a loss is a sum over samples: a micro-batch's loss is then the sum of the losses of its halves.
-
-m = samples of the micro-batch.
-"""
+"""Check that a loss is a sum over samples: a micro-batch's loss is then the sum of the losses of its halves."""
 
 from collections.abc import Callable
 from typing import Any, Literal

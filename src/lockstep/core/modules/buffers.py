@@ -5,8 +5,6 @@ In training every micro-batch starts from the buffers as they were at the start 
 point buffer is the mean of the values that the shards left, summed in the shards' tree; an integer buffer advances by
 the sum of what each shard added; a bool is flipped if any shard flipped it. BatchNorm's counter counts steps. A buffer
 that this does not fit, such as a queue or its pointer, is refused until its rule is declared (buffer_rules.py).
-
-V = shards of a step, W = processes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Traces of hashes of every module's inputs and outputs, to find the first difference between two runs.
-
-s = step, v = shard. Hashes are of bytes, so they differ as soon as one bit does.
-"""
+"""Traces of hashes of the bytes of every module's inputs and outputs, to find the first difference between two runs."""
 
 import hashlib
 import inspect

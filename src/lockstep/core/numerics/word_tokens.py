@@ -1,7 +1,7 @@
 """Texts of words as one string, and tokens that are marked where they have a target.
 
-T = tokens of a text, W = its words that have a token. A *marked* token is the id itself, int32, where it has a target:
-it begins a word, or is part of what an assistant says. Else it is ~id, which is negative: a text stays one array.
+T = tokens of a text. A *marked* token is the id itself, int32, where it has a target: it begins a word, or is part of
+what an assistant says. Else it is ~id, which is negative: a text stays one array.
 """
 
 from collections.abc import Iterable

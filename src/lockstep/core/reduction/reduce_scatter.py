@@ -1,7 +1,7 @@
 """FSDP's reduce-scatter in the shards' tree: after every micro-batch each rank receives its own rows of every rank's
 gradient, and adds them to partial sums of these rows only.
 
-V = shards of a step, S = ranks that share the model, n = elements of a rank's rows, padded alike on every rank.
+S = ranks that share the model, n = elements of a rank's rows, padded alike on every rank.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Forecast of `ddp`: the model on every process, gradients in buckets, in shared memory within a machine.
-
-W = processes, L = those of a machine.
-"""
+"""Forecast of `ddp`: the model on every process, gradients in buckets, in memory that a machine's L processes share."""
 
 from lockstep.core.reduction.tree import Shards, contiguous_by_rank, cover
 from lockstep.parallel.forecast import OVERLAP, Forecast, PartialSums, Setting, peak_of_passes, sequential_sums

@@ -1,7 +1,4 @@
-"""Forecast of `fsdp`: a shard of every weight on each process, a block gathered only while it is used.
-
-S = processes that share the model, R = replicas, W = S * R.
-"""
+"""Forecast of `fsdp`: a shard of every weight on each process, a block gathered only while it is used."""
 
 from dataclasses import replace
 

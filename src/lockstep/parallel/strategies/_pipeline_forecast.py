@@ -1,7 +1,4 @@
-"""Forecast of `pipeline`: each process has some of the blocks, partitioned by the times that were measured.
-
-n = stages, M = micro-batches of a replica, t = seconds of a stage for one of them.
-"""
+"""Forecast of `pipeline`: each process has some of the blocks, partitioned by the times that were measured."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,10 +21,10 @@ class StagePlan:
     shards: list[int]
     """Shards of the replica with most of them."""
     rounds: int
-    """M, ghosts included."""
+    """Micro-batches of a replica, ghosts included."""
 
     def stages(self, rank: int) -> list[tuple[int, int]]:
-        """Return (first, last) block of each of a process's stages: every n-th stage."""
+        """Return (first, last) block of each of a process's stages: every `size`-th one."""
         return list(pairwise(self.bounds))[rank :: self.size]
 
     def blocks(self, rank: int) -> list[int]:

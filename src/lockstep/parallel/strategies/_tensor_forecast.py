@@ -1,7 +1,4 @@
-"""Forecast of `tensor`: a shard of each large layer on each process, and all-reduces of activations in every block.
-
-S = processes that share the model, R = replicas, W = S * R.
-"""
+"""Forecast of `tensor`: a shard of each large layer on each process, and all-reduces of activations in every block."""
 
 from dataclasses import replace
 
