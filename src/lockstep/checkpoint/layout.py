@@ -20,7 +20,6 @@ from lockstep.checkpoint.metric_modes import Mode, without_sign
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
-"""Size limit of a manifest."""
 MOST_LINKS = 1000
 """Length limit of a hash chain in a manifest: the last checkpoints of the run."""
 Count = Annotated[int, Field(ge=0, le=2**53)]

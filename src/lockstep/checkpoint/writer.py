@@ -124,7 +124,6 @@ class Writer:
         self.copies: dict[str, Tensor] = {}
         """This rank's share of the last save; the next save reuses the memory."""
         self.bytes = 0
-        """Size of this share."""
         self.warming: Future[Any] | None = None
         self.pending: Future[Saved] | None = None
         self._publishing = threading.Lock()

@@ -37,7 +37,6 @@ class ScriptOptimizer:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.variables: dict[str, Any] = {}
-        """The script's own variables."""
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
         self.check_parameters()

@@ -181,11 +181,9 @@ class Setting:
     section: Any
     """The strategy's Config."""
     shards: int
-    """Shards of a step."""
     is_exact: bool
     """Whether gradients are added in the shards' tree."""
     has_average: bool
-    """Whether a moving average of the weights is kept."""
     facts: Measurements
     seconds: Seconds
     """Times measured with as many processes at once as run on a machine, or as it can run."""

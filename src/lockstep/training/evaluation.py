@@ -24,7 +24,6 @@ T = TypeVar("T")
 Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]
 """Objective.rows."""
 MAX_CONFUSION_CLASSES = 100
-"""Most classes for which the result has a confusion matrix."""
 TOGETHER = 8
 """Micro-batches that each rank runs before it reads their results from the device and the main process gathers them."""
 
@@ -42,7 +41,6 @@ class EvaluationTarget:
     requested: Requested = "auto"
     """Names of the LossSum.sums and derived values to report."""
     device: torch.device
-    """Device of the outputs."""
     is_local: bool = True
     """Whether a forward pass involves no other rank: a rank may fail in it and still join the next collective."""
     notice: Callable[[int, int], None] = lambda _done, _total: None
@@ -112,7 +110,6 @@ class MicroBatchResult:
     terms: dict[str, tuple[Tensor | float, Tensor | float]]
     """(total, count) of each term of the loss."""
     contributions: dict[str, Contribution]
-    """Contribution to each metric."""
     rows: tuple[Any, Any] | None
     """Outputs and targets of its samples, as Objective.rows gives them."""
 

@@ -43,7 +43,6 @@ LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 class ParameterRule:
     kind: str
     section: OptimSection | GroupSection
-    """Section with its `options`."""
     lr_scale: float
     """Learning rate as a multiple of the run's."""
     weight_decay: float

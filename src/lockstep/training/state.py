@@ -70,7 +70,6 @@ class TrainState:
     clip_value: float | None = None
     """Largest absolute value of each number in a gradient."""
     randomness: Randomness | None = None
-    """Seeds the forward passes."""
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
     """Model.term_counts: the count of each term of the loss in a batch; None for a loss without terms."""
     ema: MovingAverage | None = None

@@ -31,7 +31,6 @@ class Outcome:
     is_finite: Tensor
     """Whether loss and gradient (in fp16 the loss; the scaler handles overflows) are finite, or the count is 0."""
     rate: float
-    """Learning rate of the step."""
 
     def numbers(self) -> Tensor:
         """Return mean loss, gradient norm, is_finite and is_empty as float64 [4], without a device synchronisation."""

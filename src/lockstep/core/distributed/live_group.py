@@ -61,7 +61,6 @@ class LiveGroup:
         self.failed_attempts = 0
         """Number of failed attempts to open a group, in a row and without a loss."""
         self.is_wanted = False
-        """Whether another worker waits to join."""
         self._left: list[dist.ProcessGroup] = []
         """Groups that were abandoned and are not freed yet."""
         self._has_left = threading.Event()

@@ -39,7 +39,6 @@ UNPROVEN = (
     f"take part. Set {run_secret.VARIABLE} to a folder of yours on all machines (docs/launching.md)"
 )
 _group_secret: list[bytes | None] = [None]
-"""Secret that the ranks of the default group share."""
 meetings: list[dist.Store] = []
 """Stores in which the current group was opened, and earlier ones; kept, since C++ does not keep their Python objects,
 and the thread that watches for hangs may still use those of the last group."""

@@ -13,7 +13,6 @@ SAVE = "the end of the last save"
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py")
 """Files of torch: a thread whose innermost line is in one waits in native code for other processes."""
 GRADIENTS = "gradients"
-"""Name of the thread that exchanges gradients."""
 _waiting: dict[int, list[str]] = {}
 """Thread -> names of what it waits in, the innermost last."""
 _progress = [0.0]

@@ -11,7 +11,6 @@ from typing import IO
 
 _open: weakref.WeakSet["StackFiles"] = weakref.WeakSet()
 TIMEOUT_SECONDS = 1.0
-"""Seconds that a worker may take to write its stack."""
 MAX_BYTES = 1 << 20
 
 

@@ -16,7 +16,6 @@ Phase = Literal["data", "forward", "backward", "exchange", "optimizer", "other",
 """exchange: waiting for other ranks; other: the loop itself, logs, observers."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 OF_STEPS = PHASES[:6]
-"""Phases that make up a step."""
 BUSY: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "other")
 """Phases of a step in which a rank does not wait for others."""
 ABSORBING = ("evaluation", "saving")

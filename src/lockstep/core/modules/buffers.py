@@ -39,7 +39,6 @@ class BufferUpdates:
         self.modules = {name: m for name, m in modules.items() if not is_synchronised(m)}
         self.buffers: dict[str, TrackedBuffer] = {}
         self.changing: dict[str, TrackedBuffer] = {}
-        """Buffers that steps change."""
         self.sums: list[tuple[Sequence[TrackedBuffer], TreeSum]] = []
         """Sums of the contributions of this rank's shards in the current step: one for several buffers of a dtype,
         concatenated, and one for each buffer that has changed for the first time."""

@@ -56,7 +56,6 @@ class Mark:
     owner: Any
     """The module, class or function that it belongs to."""
     kind: str
-    """Name of the value's type."""
     text: str
 
 

@@ -20,7 +20,6 @@ class ExactSum:
     beyond: float = 0.0
     """Sum of the infinite numbers and NaNs."""
     is_whole: bool = True
-    """Whether all were whole numbers by their type."""
 
     def __add__(self, other: "ExactSum") -> "ExactSum":
         is_whole = self.is_whole and other.is_whole

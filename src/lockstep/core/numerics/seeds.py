@@ -121,7 +121,6 @@ class _Uses:
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
-        """Number of uses by block."""
         self.entered: dict[tuple[int, int], int | None] = {}
         """(block, seed on entry) -> use: recomputation starts from the same seed. None if there were several."""
 
@@ -149,9 +148,7 @@ class Randomness:
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.shard = seed, 0, 0
         self.recomputes = False
-        """Whether blocks are recomputed in the backward pass."""
         self.compiles = False
-        """Whether blocks are compiled."""
         self._uses: dict[int, _Uses] = {}
         """Uses by shard of the current step, of which a pipeline runs several at a time."""
         self._current: dict[int, int] = {}
