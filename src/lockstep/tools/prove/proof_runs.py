@@ -95,35 +95,6 @@ class ProofRun:
         return [{k: v for k, v in json.loads(line).items() if k not in SPEEDS} for line in lines]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunVariant:
-    name: str
-    """Name of its folder; a run in an existing one is resumed."""
-    processes: int
-    request: ProofRequest
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings by section and name that differ from the proof's other runs."""
-    parallel: StrategySection | None = None
-    """Strategy, if not the recipe's."""
-
-    def __str__(self) -> str:
-        return f"run {self.name} on {processes_text(self.processes)}"
-
-    def recipe(self, recipe: Recipe, folder: Path, *, steps: int) -> Recipe:
-        """Return the user's recipe with few steps, and without evaluations, saves and reports while it runs."""
-        sections = trials.without_interruptions(recipe, folder, steps=steps)
-        sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
-        sections["launch"] = {"share_gpus": 0 < devices.count_gpus() < self.processes}
-        for name, values in self.changes.items():
-            sections.setdefault(name, {}).update(values)
-        parallel = self.parallel or recipe.parallel
-        if self.request.inspect:
-            parallel = strategy("single")
-        elif self.request.is_traced or self.processes > (parallel.MOST_PROCESSES or self.processes):
-            parallel = strategy("ddp", find_unused=True)  # a trace is of whole weights
-        return trials.varied(recipe, sections, parallel=parallel.fitted(self.processes))
-
-
 @dataclass(kw_only=True)
 class ProofRuns:
     """Starts runs of one recipe on a subset of its data, and ends all of them."""
@@ -142,30 +113,19 @@ class ProofRuns:
             self.undisturbed[processes] = self.run(f"world-{processes}", processes)
         return self.undisturbed[processes]
 
-    def run(
-        self,
-        name: str,
-        processes: int,
-        request: ProofRequest | None = None,
-        *,
-        parallel: StrategySection | None = None,
-        changes: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> ProofRun:
-        """Run to the end, with another strategy and other settings by section, if given. Raises TrialFailed, NotShown
-        where the strategy refuses this run."""
-        request = request or self.request
-        variant = RunVariant(name=name, processes=processes, request=request, changes=changes or {}, parallel=parallel)
-        code, run = self.ended(variant)
+    def run(self, name: str, processes: int, *, parallel: StrategySection | None = None, **options: Any) -> ProofRun:
+        """Run to the end, as `ended` does. Raises TrialFailed, NotShown where the strategy refuses this run."""
+        code, run = self.ended(name, processes, parallel=parallel, **options)
         if parallel and code == UserError.exit_code and run.refusal:
             raise NotShown(f"{parallel.kind} refuses this run: {run.refusal}")
         if code:
-            raise TrialFailed(run.output, code, f"the proof's {variant}")
+            raise TrialFailed(run.output, code, f"the proof's run {name} on {processes_text(processes)}")
         return run
 
     def with_strategy(self, kind: str, processes: int) -> ProofRun:
         """Run to the end with another strategy. Raises TrialFailed, NotShown."""
         own, parallel = self.recipe.parallel, section(self.recipe, kind)
-        default = "ddp" if own.MOST_PROCESSES == 1 else own.kind  # see RunVariant
+        default = "ddp" if own.MOST_PROCESSES == 1 else own.kind  # see ended
         if kind in (own.kind, default) and processes in self.undisturbed:
             return self.undisturbed[processes]
         return self.run(f"{kind}-{processes}", processes, parallel=parallel)
@@ -179,7 +139,6 @@ class ProofRuns:
         note, checkpoints = self.folder / name / "paused.json", self.folder / name / "checkpoints"
         request = self.request.model_copy(update={"pause_after": every + 1})
         changes = {"checkpoint": {"every_steps": every}}
-        variant = RunVariant(name=name, processes=processes, request=request, changes=changes)
         killed: list[int] = []
 
         def poll() -> None:
@@ -188,10 +147,10 @@ class ProofRuns:
                 with suppress(psutil.Error):
                     psutil.Process(killed[0]).kill()
 
-        code, run = self.ended(variant, poll)
+        code, run = self.ended(name, processes, request=request, changes=changes, poll=poll)
         left = listed(checkpoints)
         if not killed or not code or not left:
-            raise TrialFailed(run.output, code, f"the proof's {variant}")
+            raise TrialFailed(run.output, code, f"the proof's run {name} on {processes_text(processes)}")
         return killed[0], step_of(left[0])
 
     def shortage(self, processes: int) -> str | None:
@@ -206,14 +165,33 @@ class ProofRuns:
             return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
         return f"it needs about {needed / 2**30:.1f} GiB of memory" if needed > available_bytes() else None
 
-    def ended(self, variant: RunVariant, poll: Callable[[], None] = lambda: None) -> tuple[int, ProofRun]:
-        """Start a run and wait for its end -> exit code, run."""
-        folder = self.folder / variant.name
+    def ended(
+        self,
+        name: str,
+        processes: int,
+        *,
+        request: ProofRequest | None = None,
+        parallel: StrategySection | None = None,
+        changes: Mapping[str, Mapping[str, Any]] | None = None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> tuple[int, ProofRun]:
+        """Run to the end -> exit code, run. It does few steps, without evaluations, saves and reports, with another
+        strategy and other settings by section, if given. A run in an existing folder is resumed."""
+        folder, request = self.folder / name, request or self.request
         folder.mkdir(parents=True, exist_ok=True)
-        self.report(f"{variant} ...")
-        recipe = variant.recipe(self.recipe, folder, steps=self.steps)
-        processes = variant.processes
-        trial = trials.run(recipe, folder, task="prove", request=variant.request, processes=processes, poll=poll)
+        self.report(f"run {name} on {processes_text(processes)} ...")
+        sections = trials.without_interruptions(self.recipe, folder, steps=self.steps)
+        sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
+        sections["launch"] = {"share_gpus": 0 < devices.count_gpus() < processes}
+        for section_name, values in (changes or {}).items():
+            sections.setdefault(section_name, {}).update(values)
+        parallel = parallel or self.recipe.parallel
+        if request.inspect:
+            parallel = strategy("single")
+        elif request.is_traced or processes > (parallel.MOST_PROCESSES or processes):
+            parallel = strategy("ddp", find_unused=True)  # a trace is of whole weights
+        recipe = trials.varied(self.recipe, sections, parallel=parallel.fitted(processes))
+        trial = trials.run(recipe, folder, task="prove", request=request, processes=processes, poll=poll)
         return trial.code, ProofRun(folder=folder, output=trial.output, peak_bytes=trial.peak_bytes)
 
 
@@ -232,7 +210,6 @@ def config_of(kind: str) -> type[StrategySection]:
 
 
 def processes_of(kind: str) -> int:
-    """Return the number of processes that a strategy is run on."""
     return config_of(kind).MOST_PROCESSES or 2
 
 

@@ -1,5 +1,6 @@
 """The result of a proof: a row for each claim, and the cause where it was not shown."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +23,6 @@ class NotShown(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRow:
-    """One claim of a proof."""
-
     what: str
     how: str = ""
     """Number of processes and steps, and what was compared."""
@@ -43,12 +42,11 @@ def print_proof(rows: list[ProofRow], console: Console) -> int:
     for row in rows:
         if row.cause:
             console.print(f"{row.result}: {row.what}\n  {row.cause}", soft_wrap=True)
-    differing = sum(row.result == "DIFFERS" for row in rows)
-    missing = sum(row.result == "not shown" for row in rows)
-    declared = sum(row.result == "declared" for row in rows)
+    counts = Counter(row.result for row in rows)
+    shown, differing, missing, declared = (counts[result] for result in STYLES)
     rest = (f"; {missing} could not be shown" if missing else "") + (f"; {declared} declared" if declared else "")
     if differing:
         console.print(f"{differing} of {len(rows)} differ{'s' if differing == 1 else ''}{rest}.", soft_wrap=True)
         return 1
-    console.print(f"{len(rows) - missing - declared} of {len(rows)} shown, none differs{rest}.", soft_wrap=True)
+    console.print(f"{shown} of {len(rows)} shown, none differs{rest}.", soft_wrap=True)
     return 0

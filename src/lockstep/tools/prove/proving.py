@@ -78,7 +78,8 @@ class Proof:
 
     def single_batches(self) -> list[ProofRow]:
         """Check that a micro-batch gives the same bits again, and that a step can be split into micro-batches."""
-        run = self.runs.run("single-batches", 1, self.runs.request.model_copy(update={"inspect": True}))
+        request = self.runs.request.model_copy(update={"inspect": True})
+        run = self.runs.run("single-batches", 1, request=request)
         rows = [ProofRow(**row) for row in run.read("rows.json")]
         self.repeat_cause = rows[0].cause
         return rows

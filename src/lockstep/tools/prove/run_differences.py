@@ -69,7 +69,7 @@ class DifferenceCauses:
         if known := self.known(self.runs.on(processes), difference):
             return known
         request, exact = self.runs.request.model_copy(update={"is_traced": True}), {"run": {"reproducibility": "exact"}}
-        one, other = (self.runs.run(f"traced-{number}", number, request, changes=exact) for number in (1, processes))
+        one, other = (self.runs.run(f"traced-{n}", n, request=request, changes=exact) for n in (1, processes))
         trace = read(one.folder)
         if first := first_difference(trace, read(other.folder)):
             return explained(first, trace, SPREAD)

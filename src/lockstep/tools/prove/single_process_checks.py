@@ -102,9 +102,8 @@ def split_row(components: Components, what: str) -> ProofRow:
     micro_batches = next(components.steps(0))
     if len(micro_batches) == 1:
         return ProofRow(what=what, how="a step is one micro-batch, nothing is split", result="shown")
-    reason = ""
+    reason, before = "", torch.get_default_dtype()
     for dtype in (torch.float64, torch.float32):
-        before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(dtype)  # of floats computed from integers, such as pixels / 255
             return SplitComparison(components, micro_batches, dtype).row(what)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lockstep.tools.doctor.checks.folder_of_runs import existing
 from lockstep.tools.doctor.checks.newest_checkpoint import too_short
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
-from lockstep.tools.prove.proof_runs import ProofRequest, ProofRuns, RunVariant, train_samples
+from lockstep.tools.prove.proof_runs import ProofRequest, ProofRuns, train_samples
 from lockstep.tools.trials import processes_text, temporary_folder
 
 SCOPE = "training"
@@ -27,8 +27,7 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
         runs = ProofRuns(recipe=recipe, folder=folder, steps=STEPS, request=request, report=lambda _: None)
         digests = {}
         for number in sorted({context.processes, 1}, reverse=True):
-            variant = RunVariant(name=f"on-{number}", processes=number, request=request)
-            code, run = runs.ended(variant)
+            code, run = runs.ended(f"on-{number}", number)
             if code:
                 lines = run.output.strip().splitlines() or ["they wrote nothing"]
                 yield Diagnosis.error(
