@@ -11,7 +11,7 @@ import pytest
 import warm
 
 from lockstep.inference.export import round_trip
-from lockstep.tools import trial_processes
+from lockstep.tools import trials
 
 
 class ReadBack:
@@ -55,5 +55,5 @@ def warm_exports():
 @contextmanager
 def warm_launchers():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_processes, "subprocess", Launchers)
+        patch.setattr(trials, "subprocess", Launchers)
         yield

@@ -6,9 +6,12 @@ each, and they may run out of memory.
 """
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,10 +27,12 @@ from lockstep.base.events import Bus
 from lockstep.base.lifetime import Started, end_family
 from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.launch import launch_run
+from lockstep.launch.elastic import fork_server
+from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits, prepare_splits
-from lockstep.tools import trial_processes
 
 T = TypeVar("T")
 GRACE_SECONDS = 5
@@ -37,11 +42,13 @@ POLLS_PER_MEASUREMENT = 10
 """Memory is measured at every tenth poll: finding the processes of a trial means listing all of the machine's."""
 TAIL_LINES = 40
 LAUNCHER = "lockstep.tools.trial_launcher"
+"""Module with run(argv)."""
 OUTPUT = "output.log"
 STAGES = "stages"
 """File with a line for each stage of a trial, written when the stage begins."""
 RESULT = "rank-{}.json"
 """File with what a rank has measured."""
+_server: ContextVar[ForkServer | None] = ContextVar("_server", default=None)
 
 
 class TrialFailed(LockstepError):
@@ -159,9 +166,31 @@ def without_interruptions(recipe: Recipe, folder: Path, *, steps: int) -> dict[s
     }
 
 
-def forking(recipe: Recipe, task: str) -> AbstractContextManager[None]:
-    """Let runs of a task import everything once; see trial_processes."""
-    return trial_processes.forking(recipe, LAUNCHER, task=task)
+@contextmanager
+def forking(recipe: Recipe, task: str | None = None, *, kind: str = "local") -> Iterator[None]:
+    """Fork launchers of a `kind` in this context, where possible, from a process that imports them and what workers
+    with a task need. Enter it before this process starts threads."""
+    arguments = ("--task", task) if task else ()
+    launcher = plugins.implementation_name("launch.launchers", kind)
+    modules = (*launch_run.worker_modules(recipe, arguments), launcher, LAUNCHER)
+    with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
+        token = _server.set(server)
+        try:
+            yield
+        finally:
+            _server.reset(token)
+
+
+def start(arguments: Sequence[str], log: Path) -> Started:
+    """Start a launcher with these arguments after PARENT, which appends its output to `log`."""
+    if (server := _server.get()) is not None:
+        outputs, now = dict.fromkeys((1, 2), str(log)), time.time()
+        own = WorkerStart(module=LAUNCHER, arguments=("0", *arguments), environment=None, outputs=outputs, began=now)
+        with suppress(ServerKilled):
+            return server.fork(own)
+    command = [sys.executable, "-P", "-m", LAUNCHER, str(os.getpid()), *arguments]
+    with log.open("a", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def written(recipe: Recipe, folder: Path, request: BaseModel | None, **launch: Any) -> tuple[str, str]:
@@ -188,7 +217,7 @@ def run(
     `folder`. `poll` is called every POLL_SECONDS, `report` with each stage that the task announces."""
     settings = {"share_gpus": recipe.launch.share_gpus, "grace_seconds": GRACE_SECONDS, "max_restarts": 0}
     recipe_file, request_file = written(recipe, folder, request, processes=processes, **settings)
-    arguments = (recipe_file, str(processes), task, request_file, *trust.arguments())
+    arguments = (recipe_file, str(processes), "--task", task, "--request", request_file, *trust.arguments())
     known = 0
 
     def report_stages() -> None:
@@ -204,7 +233,7 @@ def run(
         report_stages()
 
     storage.write(folder / OUTPUT, "")
-    launcher = trial_processes.start(LAUNCHER, arguments, folder / OUTPUT)
+    launcher = start(arguments, folder / OUTPUT)
     code, peak = followed(launcher, look, grace_seconds=GRACE_SECONDS + 2)
     report_stages()
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -14,27 +13,24 @@ from rich.text import Text
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted
-from lockstep.base.lifetime import Started
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run
-from lockstep.observe.watch.run_state import LAUNCH, RunState
+from lockstep.observe.watch.run_state import RunState
 from lockstep.recipe.recipe import Recipe
-from lockstep.tools import trial_processes
 from lockstep.tools.sweep import shared_steps
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
 from lockstep.tools.sweep.trial_training import Judge, LocalTraining, TrialJob, TrialTraining
-from lockstep.tools.trials import OUTPUT
+from lockstep.tools.trials import forking
 
 PICTURE = "sweep.svg"
 LOOK_SECONDS = 2.0
 """Time between two looks at jobs of a scheduler."""
 LEAST_TRIALS = 3
 """Number of earlier trials that must have reached an evaluation before a trial is pruned by it."""
-MODULE = "lockstep.tools.sweep.trial_start"
 Training = TypeVar("Training", bound=TrialTraining)
 
 
@@ -130,15 +126,10 @@ class Trials:
 def _run_here(trials: Trials) -> None:
     """Run trials one after the other, in processes forked from one that has imported what they need, if possible."""
     recipe = trials.plan.base
-    with trial_processes.forking(recipe, MODULE, kind=recipe.launch.kind):
+    with forking(recipe, kind=recipe.launch.kind):
         for training in trials.trainings(LocalTraining):
             with _status(trials.plan.sweep, training.trial, trials.console) as show:
-                trials.ended(training.run(_start, show))
-
-
-def _start(folder: Path, trust: Sequence[str]) -> Started:
-    """Start the launcher of the run in this folder."""
-    return trial_processes.start(MODULE, (str(folder / LAUNCH), *trust), folder / "logs" / OUTPUT)
+                trials.ended(training.run(show))
 
 
 def _run_jobs(trials: Trials) -> None:

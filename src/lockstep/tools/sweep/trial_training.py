@@ -11,7 +11,6 @@ from typing import Any
 
 from lockstep.base import config, storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
-from lockstep.base.lifetime import Started
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
 from lockstep.launch import launch_run, run_control
@@ -116,26 +115,24 @@ class TrialTraining:
 class LocalTraining(TrialTraining):
     """A trial in processes of this machine."""
 
-    def run(self, start: Callable[[Path, Sequence[str]], Started], show: Callable[[RunState], None]) -> SweepTrial:
-        """Train from where an earlier start was killed -> the trial as it ended.
-
-        `start` starts the processes of the run in a folder, whose output is appended to logs/output.log. Raises
-        Interrupted where the run was stopped, LaunchError where another process trains it.
-        """
-        code = 0 if self.is_decided else self._train(start, show)
+    def run(self, show: Callable[[RunState], None]) -> SweepTrial:
+        """Train from where an earlier start was killed -> the trial as it ended. Raises Interrupted where the run was
+        stopped, LaunchError where another process trains it."""
+        code = 0 if self.is_decided else self._train(show)
         self.follow(RunReader(self.folder).state())
         if self.pruned_at is None and code == Interrupted.exit_code:
             raise Interrupted(f"{self.trial.name} was stopped")
         return self.ended(code)
 
-    def _train(self, start: Callable[[Path, Sequence[str]], Started], show: Callable[[RunState], None]) -> int:
+    def _train(self, show: Callable[[RunState], None]) -> int:
         grace = self.recipe.launch.grace_seconds + 2.0
         if self.folder.is_dir():  # the processes of a killed sweep save, and end by themselves
             held = f"{self.folder} is still being trained by another process: wait, or stop that"
             with launch_run.locked(self.folder, held, seconds=grace):
                 pass
         self.prepare_folder()
-        reader, launcher, next_look = RunReader(self.folder), start(self.folder, self.trust), 0.0
+        arguments = (str(self.folder / LAUNCH), "0", "--resume", "auto", *self.trust)
+        reader, launcher, next_look = RunReader(self.folder), trials.start(arguments, self.output()), 0.0
 
         def poll() -> None:
             nonlocal next_look
