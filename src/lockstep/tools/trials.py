@@ -184,8 +184,8 @@ def forking(recipe: Recipe, task: str | None = None, *, kind: str = "local") -> 
 def start(arguments: Sequence[str], log: Path) -> Started:
     """Start a launcher with these arguments after PARENT, which appends its output to `log`."""
     if (server := _server.get()) is not None:
-        outputs, now = dict.fromkeys((1, 2), str(log)), time.time()
-        own = WorkerStart(module=LAUNCHER, arguments=("0", *arguments), environment=None, outputs=outputs, began=now)
+        line, now = ("0", *arguments), time.time()
+        own = WorkerStart(module=LAUNCHER, arguments=line, environment=None, log=str(log), began=now)
         with suppress(ServerKilled):
             return server.fork(own)
     command = [sys.executable, "-P", "-m", LAUNCHER, str(os.getpid()), *arguments]

@@ -1,10 +1,9 @@
 """The subject of `lockstep doctor`: a config, this machine, the other machines of the run; and its findings."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -54,7 +53,6 @@ class RankFacts(BaseModel):
     rank: int
     host: str
     processor: str
-    """Name of the CPU or the GPU."""
     flops: float
     """Operations per second, in a matrix product at the same time as the other ranks."""
     seconds: dict[str, float]
@@ -128,15 +126,3 @@ class DoctorContext:
         if isinstance(self.built, Exception):
             raise NotExamined(str(self.built))
         return self.built
-
-
-class Check(Protocol):
-    """A module in tools/doctor/checks."""
-
-    SCOPE: Literal["config", "machine", "processes", "training"]
-    """Subject of the check: the config and what it names, each machine, the processes of a run, a few of its steps."""
-    CODES: tuple[str, ...]
-    """Codes of its findings, whose meanings docs/troubleshooting.md lists."""
-
-    def check(self, context: DoctorContext) -> Iterator[Diagnosis]:
-        """Yield what is wrong. Raises NotExamined."""

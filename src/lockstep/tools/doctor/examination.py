@@ -2,22 +2,23 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.base import plugins, storage
-from lockstep.tools.doctor.doctor_context import MB, Check, Diagnosis, DoctorContext, NotExamined, RankFacts
+from lockstep.tools.doctor.doctor_context import MB, Diagnosis, DoctorContext, NotExamined, RankFacts
 
 FAMILY = "tools.doctor.checks"
 ORDER = {"error": 0, "warning": 1, "note": 2}
 STYLES = {"error": "red", "warning": "yellow", "note": ""}
 SCOPES = ("config", "machine", "processes", "training")
-"""Scopes in the order of their checks: the processes pass on the findings of their machine."""
+"""Subjects of checks in their order, since processes pass on the findings of their machine: the config and what it
+names, each machine, the processes of a run, a few of its steps."""
 ALONE = "only this machine was examined: for all of launch.nodes, give the command on each with --rendezvous HOST:PORT"
 SHOWN_PAIRS = 20
-"""Number of pairs of ranks to print, the slowest."""
 
 
 def examine(context: DoctorContext, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
@@ -35,19 +36,11 @@ def examine(context: DoctorContext, console: Console, *, is_quick: bool = False)
         if not is_wanted[check.SCOPE]:
             continue
         console.print(f"checking {name.replace('_', ' ')} ...", style="dim")
-        if check.SCOPE == "machine":
-            context.of_this_machine += _run_check(check, context)
-        else:
-            found += _run_check(check, context)
+        with suppress(NotExamined):
+            own = context.of_this_machine if check.SCOPE == "machine" else found
+            own += list(check.check(context))
     found += context.of_this_machine
     return sorted(found, key=lambda finding: (ORDER[finding.severity], finding.code, finding.host))
-
-
-def _run_check(check: Check, context: DoctorContext) -> list[Diagnosis]:
-    try:
-        return list(check.check(context))
-    except NotExamined:
-        return []
 
 
 def show(found: Sequence[Diagnosis], context: DoctorContext, console: Console) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = ("LS-CFG-01", "LS-CFG-02", "LS-CFG-03")
 SMALL = 0.25
 """Share of a whole step under which the last one is small."""
 

@@ -6,7 +6,6 @@ from lockstep.base.errors import LockstepError, ModelError
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext, NotExamined
 
 SCOPE = "config"
-CODES = ("LS-MODEL-01", "LS-MODEL-02")
 
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:

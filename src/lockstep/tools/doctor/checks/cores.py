@@ -10,7 +10,6 @@ from lockstep.launch.launch_config import MAX_PER_CORE
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = ("LS-CPU-01", "LS-CPU-02", "LS-CPU-03")
 CGROUP = Path("/sys/fs/cgroup/cpu.stat")
 BUSY = 0.5
 BUSY_SECONDS = 0.5

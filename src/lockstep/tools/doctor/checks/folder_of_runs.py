@@ -11,7 +11,6 @@ from lockstep.recipe import run_paths
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = ("LS-RUN-01", "LS-RUN-02", "LS-RUN-03", "LS-RUN-04", "LS-RUN-05")
 SLOW_SECONDS = 0.5
 BYTES_PER_PARAMETER = 12
 """Size in a checkpoint: weights, and two moments, in fp32."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = ("LS-GPU-01", "LS-GPU-02", "LS-GPU-03", "LS-GPU-04", "LS-GPU-05")
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of a machine exchange through its memory"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine exchange through its network"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = ("LS-SYS-01", "LS-SYS-02", "LS-SYS-03")
 LEAST_SHARED = 256 << 20
 LEAST_FILES = 1024
 LEAST_MEMORY = 1 << 30

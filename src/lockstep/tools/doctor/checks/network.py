@@ -8,7 +8,6 @@ import psutil
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "machine"
-CODES = ("LS-NET-01", "LS-NET-02", "LS-NET-03")
 
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:

@@ -11,7 +11,6 @@ from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 from lockstep.training import resume
 
 SCOPE = "config"
-CODES = ("LS-CKPT-01", "LS-CKPT-02", "LS-CKPT-03")
 FACTOR = 2.0
 """Number of saves that a grace period has to allow: one at the end of a run waits for the one before it."""
 

@@ -17,8 +17,6 @@ from lockstep.tools.doctor.doctor_context import MB, Diagnosis, DoctorContext, E
 from lockstep.tools.trials import processes_text, strategy, varied
 
 SCOPE = "processes"
-CODES: tuple[str, ...] = ("LS-RANK-01", "LS-RANK-02", "LS-RANK-03", "LS-NET-04", "LS-NET-05")
-CODES += ("LS-NODE-01", "LS-NODE-02", "LS-NODE-03", "LS-NODE-04")
 SLOW_PROCESSOR = 0.75
 SLOW_LINK = 0.4
 TIMEOUT_SECONDS = 60.0
@@ -42,7 +40,6 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
 
 
 def _here(context: DoctorContext, recipe: Recipe, folder: Path) -> list[RankFacts]:
-    """Measure on this machine. Raises LaunchError."""
     recipe = varied(recipe, {"run": {"dir": folder, "name": "run"}}, parallel=recipe.parallel)
     trial = trials.run(recipe, folder, task="doctor", request=ExaminationRequest(), processes=context.processes)
     if trial.code:

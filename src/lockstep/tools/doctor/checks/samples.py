@@ -8,7 +8,6 @@ from lockstep.base.world import cores
 from lockstep.tools.doctor.doctor_context import Diagnosis, DoctorContext
 
 SCOPE = "config"
-CODES = ("LS-DATA-01", "LS-DATA-02", "LS-DATA-03")
 PROBES = 8
 """Number of samples to read, spread over a split."""
 

@@ -9,11 +9,9 @@ from lockstep.tools.prove.proof_runs import ProofRequest, ProofRuns, train_sampl
 from lockstep.tools.trials import processes_text, temporary_folder
 
 SCOPE = "training"
-CODES = ("LS-STEP-01", "LS-STEP-02")
 STEPS = 3
 """Number of steps: two whole ones and a ragged one, an epoch of a proof."""
 SHOWN_LINES = 6
-"""Number of lines to show of the output of a failed run."""
 
 
 def check(context: DoctorContext) -> Iterator[Diagnosis]:
