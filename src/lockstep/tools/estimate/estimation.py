@@ -130,7 +130,6 @@ def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
 
 
 def cells(row: ForecastRow) -> dict[str, str | Text]:
-    """Return column -> text."""
     assert row.forecast is not None
     memory, times = row.forecast.memory, row.forecast.times
     verdict = Text("fits") if row.fits else Text("too much", "red")

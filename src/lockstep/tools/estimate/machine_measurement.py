@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from pydantic import BaseModel
@@ -15,8 +15,9 @@ from lockstep.parallel.forecast import Cluster, PartialSums, peak_of_passes, seq
 from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.trials import processes_text, strategy, varied
+from lockstep.tools.trials import processes_text, strategy
 
+T = TypeVar("T")
 SECONDS = ("fetch", "passes", "update")
 StepSeconds = dict[str, float]
 """Strategy -> seconds of a step."""
@@ -85,12 +86,34 @@ def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str],
     together = min(max(per_machine(world_size, options, slots) for world_size in options.world_sizes), slots)
     if max(options.world_sizes) > 1 and not torch.cuda.is_available():
         together = max(2, together)
-    with trials.temporary_folder("lockstep-estimate-") as folder:
-        runs = MeasurementRuns(recipe=recipe, folder=folder, seconds=options.seconds, report=report)
-        alone = calibrated(runs.measured(1))
-        crowded = runs.measured(together) if together > 1 else None
-        tried = {each: runs.timed(each) for each in worth_trying(options, slots, together=together, facts=alone)}
+    with trials.temporary_folder("lockstep-estimate-") as outer:
+
+        def run(processes: int, kind: type[T], strategies: Sequence[str] = ()) -> list[T]:
+            """Measure in processes of their own -> the facts of each rank. Raises TrialFailed."""
+
+            def say(part: str) -> None:
+                report(f"{processes_text(processes)}: {part} ...")
+
+            (folder := outer / f"{'tried' if strategies else 'measured'}-{processes}").mkdir()
+            say("starting")
+            varied = trials.varied(recipe, {"run": {"dir": folder, "name": "run"}}, parallel=strategy("ddp"))
+            request = MeasurementRequest(seconds=options.seconds, strategies=tuple(strategies))
+            trials.run(varied, folder, task="estimate", request=request, processes=processes, report=say).checked()
+            return trials.results(folder, kind)
+
+        alone = calibrated(medians(run(1, Measurements)))
+        crowded = medians(run(together, Measurements)) if together > 1 else None
+        tried, names = dict[int, StepSeconds](), plugins.names("parallel.strategies")
+        for number in worth_trying(options, slots, together=together, facts=alone):
+            ranks = run(number, StepSeconds, names)
+            tried[number] = {name: median(each[name] for each in ranks) for name in ranks[0]}
     return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=tried)
+
+
+def medians(ranks: Sequence[Measurements]) -> Measurements:
+    """Return the memory of rank 0, and the medians of all times."""
+    seconds = {name: median(getattr(facts.seconds, name) for facts in ranks) for name in SECONDS}
+    return replace(ranks[0], seconds=Seconds(**seconds))
 
 
 class MeasurementRequest(BaseModel):
@@ -98,44 +121,6 @@ class MeasurementRequest(BaseModel):
     """Minimum time for which steps are timed."""
     strategies: tuple[str, ...] = ()
     """Strategies to time together with the other processes; empty: each process measures by itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasurementRuns:
-    """Measurements of one recipe in processes of their own, which end with the command; in a temporary folder."""
-
-    recipe: Recipe
-    folder: Path
-    seconds: float
-    """Time for which each process times steps."""
-    report: Callable[[str], None]
-    """Called with a line for each part of a measurement that begins."""
-
-    def measured(self, processes: int) -> Measurements:
-        """Measure several processes at once: memory of rank 0, and the medians of all times. Raises TrialFailed."""
-        ranks = trials.results(self._run("measured", processes), Measurements)
-        seconds = {name: median(getattr(facts.seconds, name) for facts in ranks) for name in SECONDS}
-        return replace(ranks[0], seconds=Seconds(**seconds))
-
-    def timed(self, processes: int) -> StepSeconds:
-        """Time a step with each strategy: the median over all processes. Raises TrialFailed."""
-        names = plugins.names("parallel.strategies")
-        ranks = trials.results(self._run("tried", processes, names), StepSeconds)
-        return {name: median(each[name] for each in ranks) for name in ranks[0]}
-
-    def _run(self, name: str, processes: int, strategies: Sequence[str] = ()) -> Path:
-        """Run the processes to their end -> the folder with their results."""
-        folder = self.folder / f"{name}-{processes}"
-        folder.mkdir()
-
-        def report(part: str) -> None:
-            self.report(f"{processes_text(processes)}: {part} ...")
-
-        report("starting")
-        recipe = varied(self.recipe, {"run": {"dir": folder, "name": "run"}}, parallel=strategy("ddp"))
-        request = MeasurementRequest(seconds=self.seconds, strategies=tuple(strategies))
-        trials.run(recipe, folder, task="estimate", request=request, processes=processes, report=report).checked()
-        return folder
 
 
 def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:
