@@ -165,8 +165,7 @@ def report(
     """Compute from measurements and print; write JSON to `to`."""
     rows = [row for size in options.world_sizes for row in forecasts_for(recipe, options, measured, world_size=size)]
     print_forecasts(rows, console)
-    for line in explanation(recipe, options, measured):
-        console.print(line, soft_wrap=True)
+    console.print(*explanation(recipe, options, measured), sep="\n", soft_wrap=True)
     if to is not None:
         storage.write(to, json.dumps(document(rows, recipe, options, measured=measured), indent=1))
     return rows

@@ -45,14 +45,13 @@ def bisect(runs: Sequence[LoggedRun], console: Console, *, hidden: str = "") -> 
                 own.append(f"{name}: its log is not reproduced here; what differs in it is not only its code and data")
     difference, (_, step) = first_difference(*traces), first_unequal(*facts)
     if difference:
-        console.print(explained(difference, traces[0], COMPARED).replace(hidden, ""), soft_wrap=True)
+        own.insert(0, explained(difference, traces[0], COMPARED).replace(hidden, ""))
     elif step is not None:
         name = next(name for name in LOGGED if facts[0][step].get(name) != facts[1][step].get(name))
         values = " and ".join(repr(each[step].get(name)) for each in facts)
         what = f"all weights, gradients and sums are equal, but its {name.replace('_', ' ')} is {values}"
-        console.print(f"step {step}: {what}", soft_wrap=True)
+        own.insert(0, f"step {step}: {what}")
     else:
         own.append("run again, both give the same bits")
-    for text in own:
-        console.print(text, soft_wrap=True)
+    console.print(*own, sep="\n", soft_wrap=True)
     return 1

@@ -62,8 +62,7 @@ def present(step: Row, notes: Sequence[str], out: Path, *, name: str, console: C
     values = {"step": step, "notes": notes, "tables": tables, "titles": TITLES, "columns": COLUMNS, "run": name}
     storage.write(page, printable(render("tools/replay/replay.html", **values, shown=step["samples"][:MOST_SHOWN])))
     storage.write(facts, to_json({**step, "notes": notes}, inf_nan_mode="strings", indent=1))
-    for text in (*notes, f"written to {page} and {facts.name}"):
-        console.print(text, soft_wrap=True)
+    console.print(*notes, f"written to {page} and {facts.name}", sep="\n", soft_wrap=True)
 
 
 def striking(step: Row) -> list[str]:

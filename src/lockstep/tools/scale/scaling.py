@@ -69,8 +69,7 @@ def print_scaling(rows: Sequence[ScaleRow], console: Console, *, notes: Sequence
         growth = f"{row.speed_up:.2f}", f"{row.efficiency:.0%}"
         made.add_row(str(row.processes), str(row.global_batch), *rates, *growth, f"{row.peak_bytes / GB:.2f} GB")
     console.print(made)
-    for note in notes:
-        console.print(note, soft_wrap=True)
+    console.print(*notes, sep="\n", soft_wrap=True)
 
 
 def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:

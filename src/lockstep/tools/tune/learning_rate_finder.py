@@ -54,8 +54,7 @@ def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Co
         except OSError as error:
             raise ConfigError(f"cannot write {picture}: {error.strerror}; name another file with --out") from None
         lines.append(f"The curve is in {picture}")
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    console.print(*lines, sep="\n", soft_wrap=True)
     return None if best is None else float(f"{curve.rates[best] * factor:.2g}")
 
 

@@ -196,8 +196,7 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
         lines.append(f"The memory of data.workers={recipe.data.workers} comes on top of it.")
     if faster := finder.faster_precision:
         lines.append(f"{faster[0].upper()}{faster[1:]}.")
-    for line in (*lines, WARNING):
-        console.print(line, soft_wrap=True)
+    console.print(*lines, WARNING, sep="\n", soft_wrap=True)
     return m
 
 
