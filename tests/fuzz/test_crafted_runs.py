@@ -194,6 +194,16 @@ def test_a_summary_that_nobody_wrote_is_noted(tmp_path, body):
         comparison.compare(tmp_path, tmp_path)
 
 
+def test_of_many_classes_the_most_frequent_confusions_are_listed(tmp_path):
+    written(tmp_path)
+    counts = [[0] * 40 for _ in range(40)]
+    counts[3][5] = 17
+    body = {"status": "finished", "labels": [f"<{n}>" for n in range(40)], "confusion_matrix": counts}
+    (tmp_path / "summary.json").write_text(json.dumps(body))
+    page = report_page.html([run_files.read(tmp_path)])
+    assert "<bdi>17</bdi></td><td><bdi>&lt;3&gt;</bdi></td><td><bdi>&lt;5&gt;</bdi></td>" in page
+
+
 MANY = """
 import sys
 from pathlib import Path

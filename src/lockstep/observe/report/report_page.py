@@ -77,6 +77,7 @@ def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[Timel
     """Return the values that the page shows of one run, besides its name."""
     spent = goodput(history)
     began = history[0].began if history else 0.0
+    origin = run.summary.model_dump(include={"digest", "chain", "device", "torch_version"}, exclude_none=True)
     return {
         "parts": parts(spent) if spent else [],
         "goodput": spent,
@@ -87,9 +88,8 @@ def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[Timel
         "matrix": matrix(run),
         "worst": run.evaluation.worst,
         "texts": texts(run),
-        "settings": sorted(run.settings.items()),
+        "settings": [*((key.replace("_", " "), value) for key, value in origin.items()), *sorted(run.settings.items())],
         "numeric": sorted(run.summary.numeric_recipe.items()),
-        "origin": run.summary.model_dump(include={"digest", "chain", "device", "torch_version"}, exclude_none=True),
         "notes": run.notes,
     }
 
@@ -160,8 +160,8 @@ def matrix(run: RunFiles) -> dict[str, Any] | None:
     return {"names": names, "rows": rows}
 
 
-def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[Any]]]:
-    """List the settings in which the runs differ."""
+def differences(runs: Sequence[RunFiles]) -> list[list[Any]]:
+    """List the settings in which the runs differ, each with the values of all runs."""
     keys = sorted({key for run in runs for key in run.settings} - set(SAVED_SETTINGS))
-    rows = [(key, [run.settings.get(key, "") for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    rows = [[key, *(run.settings.get(key, "") for run in runs)] for key in keys]
+    return [row for row in rows if any(value != row[1] for value in row[1:])]
