@@ -51,15 +51,15 @@ class FittingProgress(Progress):
 
 
 class Pace:
-    """Speed and remaining time of a task, and whether its next line is due."""
+    """Remaining time of a task, and whether its next line is due."""
 
-    def __init__(self, total: int, done_before: int, quiet_seconds: float = QUIET_SECONDS) -> None:
+    def __init__(
+        self, total: int, done_before: int, quiet_seconds: float = QUIET_SECONDS, *, is_quiet: bool = False
+    ) -> None:
+        """`is_quiet`: whether the first line comes after `quiet_seconds`, too."""
         self.total, self.done_before, self.quiet_seconds = total, done_before, quiet_seconds
-        self.start, self.last_line = time.monotonic(), -math.inf
-
-    def speed(self, done: int) -> float:
-        """Return the units per second since the start."""
-        return (done - self.done_before) / max(time.monotonic() - self.start, 1e-9)
+        self.start = time.monotonic()
+        self.last_line = self.start if is_quiet else -math.inf
 
     def time_left(self, done: int) -> str:
         seconds = (self.total - done) * (time.monotonic() - self.start) / max(done - self.done_before, 1)
@@ -79,8 +79,7 @@ class UnitCounter:
 
     def __init__(self, console: Console, unit: str, *, total: int, done: int, bar: Progress | None) -> None:
         self.console, self.unit, self.done = console, unit, done
-        self.bar, self.pace = bar, Pace(total, done)
-        self.pace.is_due()  # the first line comes after QUIET_SECONDS
+        self.bar, self.pace = bar, Pace(total, done, is_quiet=True)
 
     def add(self, number: int) -> None:
         self.done += number
@@ -94,7 +93,7 @@ class UnitCounter:
     @property
     def speed(self) -> float:
         """Units per second since the start."""
-        return self.pace.speed(self.done)
+        return (self.done - self.pace.done_before) / max(time.monotonic() - self.pace.start, 1e-9)
 
 
 @contextmanager

@@ -30,11 +30,10 @@ from lockstep.base.events import (
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import BUSY
 from lockstep.observe.run_folder import HISTORY_FILE
+from lockstep.observe.run_lines import MOST_CHARACTERS
 
 MOST_RANKS = 64
 """Limit of the ranks in a line; those with most to do are kept."""
-MOST_CHARACTERS = 2000
-"""Length limit of a message."""
 
 
 class RunHistory(Observer):

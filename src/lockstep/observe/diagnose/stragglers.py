@@ -64,10 +64,8 @@ def description(rank: int, window: Sequence[RankTimes]) -> str:
 
 def reason(rank: int, window: Sequence[RankTimes]) -> str:
     """Explain most of a slow rank's additional time."""
-    more = {
-        name: seconds[rank] - statistics.median(_others(seconds, rank))
-        for name, seconds in ((name, _per_micro_batch(window, (name,))) for name in BUSY)
-    }
+    each = {name: _per_micro_batch(window, (name,)) for name in BUSY}
+    more = {name: seconds[rank] - statistics.median(_others(seconds, rank)) for name, seconds in each.items()}
     if more["data"] > sum(more.values()) / 2:
         return "It waits for its data: raise data.workers, or look at its disk"
     busy = sum(_each(times, BUSY)[rank] for times in window)
@@ -78,7 +76,6 @@ def reason(rank: int, window: Sequence[RankTimes]) -> str:
 
 
 def _each(times: RankTimes, phases: Sequence[str]) -> list[float]:
-    """Return the seconds in these phases, by rank."""
     return [sum(values) for values in zip(*(times.seconds[name] for name in phases), strict=True)]
 
 

@@ -1,6 +1,6 @@
 """Timeline of a run: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.observe.report.goodput import Start
@@ -80,21 +80,12 @@ def _describe_line(line: HistoryLine) -> TimelineEvent | None:
 
 def _shorten(found: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """Leave out the middle of a long row of saves or evaluations, or of a very long timeline."""
-    kept = [each for each, keep in zip(found, _select(found), strict=True) if keep]
+    left_out: set[int] = set()
+    for word in ("checkpoint saved", "evaluated"):
+        numbers = [number for number, each in enumerate(found) if each.text.startswith(word)]
+        left_out |= {*numbers[MOST_OF_A_KIND // 2 : -MOST_OF_A_KIND // 2]}
+    kept = [each for number, each in enumerate(found) if number not in left_out]
     if len(kept) <= MOST:
         return kept
     gap = replace(kept[MOST // 2], text="from here on, until the next line, what happened is left out")
     return [*kept[: MOST // 2], gap, *kept[-MOST // 2 :]]
-
-
-def _select(found: Sequence[TimelineEvent]) -> Iterator[bool]:
-    words = ("checkpoint saved", "evaluated")
-    counts = {word: sum(each.text.startswith(word) for each in found) for word in words}
-    seen = dict.fromkeys(words, 0)
-    for each in found:
-        word = next((word for word in words if each.text.startswith(word)), None)
-        if word is None:
-            yield True
-            continue
-        seen[word] += 1
-        yield seen[word] <= MOST_OF_A_KIND // 2 or seen[word] > counts[word] - MOST_OF_A_KIND // 2

@@ -40,10 +40,8 @@ class ProgressLines(Observer):
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.console, self.quiet_seconds = console, quiet_seconds
         self.pace: Pace | None = None
-        self.preparation: tuple[str, Pace] | None = None
-        """Name and pace of the last preparation."""
-        self.evaluation: tuple[int, Pace] | None = None
-        """The step of the last evaluation, and its pace."""
+        self.paces: dict[str | int, Pace] = {}
+        """Name of a preparation, or step of an evaluation -> its pace."""
 
     @singledispatchmethod
     def notice(self, event: object) -> None:
@@ -53,14 +51,15 @@ class ProgressLines(Observer):
         """Print one line without wrapping or interpreting it."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
+    def _is_due(self, task: str | int) -> bool:
+        """Return whether the next line of a preparation or evaluation is due; the first comes after QUIET_SECONDS."""
+        return self.paces.setdefault(task, Pace(0, 0, is_quiet=True)).is_due()
+
     @notice.register
     def _(self, event: Preparing) -> None:
         if event.done >= event.total:
             self.print(f"{event.what}: {event.done:,} done")
-        elif self.preparation is None or self.preparation[0] != event.what:
-            self.preparation = event.what, Pace(event.total, event.done)
-            self.preparation[1].is_due()  # the first line comes after QUIET_SECONDS
-        elif self.preparation[1].is_due():
+        elif self._is_due(event.what):
             self.print(f"{event.what}: {event.done:,} of {event.total:,}")
 
     @notice.register
@@ -80,10 +79,7 @@ class ProgressLines(Observer):
 
     @notice.register
     def _(self, event: Evaluating) -> None:
-        if self.evaluation is None or self.evaluation[0] != event.step:
-            self.evaluation = event.step, Pace(event.total, 0)
-            self.evaluation[1].is_due()  # the first line comes after QUIET_SECONDS
-        elif event.done < event.total and self.evaluation[1].is_due():
+        if event.done < event.total and self._is_due(event.step):
             self.print(f"evaluating after step {event.step}: {event.done:,} of {event.total:,} micro-batches")
 
     @notice.register
