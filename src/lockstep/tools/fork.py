@@ -27,7 +27,10 @@ def planned(
     before a step, or before the first use of the samples that it is to leave out. Raises UserError."""
     parent, root, named = run_paths.locate(run)
     file, begins_at = root.parent / "recipe.yaml", layout.step_of(named) if named and at is None else at
-    recipe = recipes.load(file, ["run.name=null", *settings, *_excluding(parent, without)])
+    if without:
+        excluded = json.dumps([*map(str, parent.data.exclude), str(without.absolute())])
+        settings = [*settings, f"data.exclude={excluded}"]
+    recipe = recipes.load(file, ["run.name=null", *settings])
     _check(parent, recipe)
     if without and not from_start and recipe.train.class_weights == "balanced":
         why = "train.class_weights=balanced has counted the classes of these samples in each step"
@@ -41,20 +44,14 @@ def planned(
         what = f"on after step {layout.step_of(checkpoint)} of {root.parent}"
         if begins_at not in (None, layout.step_of(checkpoint)):
             what += f", whose newest checkpoint up to step {begins_at} this is"
-    suffix = (
-        f"without-{recipes.name_part(without)}" if without else f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
-    )
+    start = f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
+    suffix = f"without-{recipes.name_part(without)}" if without else start
     name = f"{parent.run.name}-{suffix}".encode()[: recipes.LONGEST_NAME].decode(errors="ignore")
-    changes = {"name": recipe.run.name or name, "parent": checkpoint}
-    recipe = recipe.model_copy(update={"run": recipes.RunSection(**{**dict(recipe.run), **changes})})
+    section = recipes.RunSection(**{**dict(recipe.run), "name": recipe.run.name or name, "parent": checkpoint})
+    recipe = recipe.model_copy(update={"run": section})
     if RunFolder(recipe.folder).has_settings:
         raise ConfigError(f"{recipe.folder} is a run already: choose another --name, or go on with `lockstep train`")
     return recipe, trust, f"{recipe.folder} trains {what}"
-
-
-def _excluding(parent: Recipe, without: Path | None) -> list[str]:
-    files = [*parent.data.exclude, *([without.absolute()] if without else [])]
-    return [f"data.exclude={json.dumps([*map(str, files)])}"] if without else []
 
 
 def _check(parent: Recipe, recipe: Recipe) -> None:

@@ -151,16 +151,14 @@ def compare(path: Path, other: Path) -> Comparison:
     number, tensors = differences(a.checkpoints[pair], b.checkpoints[pair]) if pair else (0, [])
     lines = [f"A: {a.name}, {_steps(a)}", f"B: {b.name}, {_steps(b)}"]
     ends = _different_ends(a, b)
-    if first is None and not tensors and not ends:
-        lines += [_equal_line(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
+    if is_equal := first is None and not tensors and not ends:
+        lines.append(_equal_line(a, b, last))
     else:
         lines += [*(_first_difference(a, b, common=common, first=first) if first or tensors else ()), *ends]
-        if pair:
-            lines += _tensors(pair, number, tensors)
-    if not pair:
-        lines.append("there is no checkpoint of a step that both have kept whole: no tensors were compared")
+    unknown = ["there is no checkpoint of a step that both have kept whole: no tensors were compared"]
+    lines += _tensors(pair, number, tensors) if pair else unknown
     lines += [*_settings(a, b), *(f"note: {note}" for note in notes)]
-    return Comparison(is_equal=first is None and not tensors and not ends, lines=lines)
+    return Comparison(is_equal=is_equal, lines=lines)
 
 
 def _steps(side: Evidence) -> str:
@@ -214,7 +212,6 @@ def _equal_line(a: Evidence, b: Evidence, last: int) -> str:
 
 
 def _first_difference(a: Evidence, b: Evidence, *, common: list[int], first: int | None) -> Iterator[str]:
-    """Describe the first step that differs, and its differing quantities."""
     if first is None:
         yield f"different, although all that was logged up to step {max(common):,} is equal"
         return

@@ -53,7 +53,6 @@ UNITS |= {"optimizer": "optimizer", "other": "bookkeeping"}
 
 class ProfileRequest(BaseModel):
     traces: Path
-    """Folder for the traces."""
     warm_up: int
     steps: int
     """Number of steps measured by phase."""
@@ -80,7 +79,6 @@ class RankProfile(BaseModel):
     """Sentence on a much faster precision of this processor; empty without one."""
     memory: dict[str, int]
     operators: list[Operator]
-    """Most expensive operators of the traced steps."""
 
     @property
     def busy(self) -> float:
@@ -112,8 +110,7 @@ def time_table(ranks: Sequence[RankProfile]) -> Table:
     """Return a table of the milliseconds of each phase: mean over ranks, its share, least and most of a rank."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="a step", title_justify="left")
     table.add_column("")
-    names = ("ms", "share", *(() if len(ranks) == 1 else ("least", "most", "rank")))
-    for name in names:
+    for name in ("ms", "share", *(() if len(ranks) == 1 else ("least", "most", "rank"))):
         table.add_column(name, justify="right", no_wrap=True)
     whole = statistics.mean(rank.step_seconds for rank in ranks)
 

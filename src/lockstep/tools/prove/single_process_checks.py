@@ -89,7 +89,6 @@ def traced_pass(components: Components) -> list[Line]:
 
 
 def split_row(components: Components, what: str) -> ProofRow:
-    """Return the row about the first step's gradient."""
     train = components.recipe.train
     if train.loss_is == "batch_wise":
         return ProofRow(
@@ -151,7 +150,6 @@ class SplitComparison:
             module.training = False
 
     def row(self, what: str) -> ProofRow:
-        """Return the row that compares losses and gradients."""
         number = f"float{torch.finfo(self.dtype).bits}"
         shards, size = len(self.micro_batches), len(self.micro_batches[0].indices)
         samples = sum(len(m.indices) for m in self.micro_batches)

@@ -34,7 +34,6 @@ TITLES = {
 
 
 def cells(row: Row, columns: Sequence[str]) -> list[str]:
-    """Return the values of a row as text."""
     parts = [(kind, row.get(kind) or {}) for kind in ("outputs", "gradients")]
     flat = row | {f"{kind} {name}": value for kind, values in parts for name, value in values.items()}
     return [_text(flat.get(column)) for column in columns]

@@ -57,7 +57,6 @@ class ReplayRequest(BaseModel):
     is_golden: bool = False
     """Whether to trace only what a golden file holds."""
     save: Path | None = None
-    """Bundle to write."""
     bundle: Path | None = None
     """Bundle to open instead of a run."""
     debugs: bool = False

@@ -32,8 +32,6 @@ MEASURED, IDEAL = "#1f5f99", "#9db4c8"
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRow:
-    """One number of processes."""
-
     processes: int
     global_batch: int
     rates: tuple[float, ...]
@@ -172,7 +170,6 @@ def _measure(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) 
 
 
 def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
-    """Return notes that a reader needs to interpret the figures."""
     strong = "Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."
     weak = "Weak scaling: the global batch grows with the processes; each does the same work at any number."
     notes = [weak if options.is_weak else strong]

@@ -62,14 +62,12 @@ class Sweep(SweepPart):
     """Settings that replace the config's, in all trials."""
     search: Search
     count: int = Field(ge=1, le=MOST_TRIALS)
-    """Number of trials."""
     metric: str
     mode: Mode = "auto"
     prune: Prune
     working_folder: str
     """Folder in which relative paths of the config start."""
     best: str | None = None
-    """The name of the best trial."""
     trials: list[SweepTrial] = []
     """Trials in the order in which they began; several may be running as jobs, else only the last one."""
 

@@ -76,7 +76,6 @@ def table(sweep: Sweep) -> Table:
 
 
 def config_lines(settings: dict[str, Any]) -> str:
-    """Format settings as YAML."""
     sections: dict[str, Any] = {}
     for key, value in settings.items():
         *above, name = key.split(".")

@@ -39,7 +39,6 @@ class TrialTraining:
     trial: SweepTrial
     recipe: Recipe
     trust: Sequence[str]
-    """Trust arguments of its workers."""
     metric: str
     judge: Judge
     total_steps: int = 0

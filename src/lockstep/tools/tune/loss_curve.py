@@ -70,7 +70,6 @@ class Curve:
     losses: np.ndarray
     """Mean loss over the global batch of each step, before its update, float64 [n]."""
     steps: int
-    """Steps that were planned."""
     end: End
     smoothed: np.ndarray = field(init=False)
     """Float64 [n]."""
@@ -103,7 +102,6 @@ class Curve:
 
     @property
     def lowest(self) -> int:
-        """The step where the smoothed loss is lowest."""
         return self.first + int(np.argmin(self.smoothed[self.first :]))
 
     @property

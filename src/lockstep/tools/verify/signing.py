@@ -48,7 +48,6 @@ def _bytes(signed: Any) -> bytes:
 
 
 def _key(file: Path, kind: str) -> Any:
-    """Read a private or public key."""
     try:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 (an extra)
     except ImportError:
