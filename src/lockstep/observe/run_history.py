@@ -12,21 +12,7 @@ from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
 
-from lockstep.base import storage
-from lockstep.base.events import (
-    CheckpointSaved,
-    Evaluated,
-    Observer,
-    RankTimes,
-    Regrouped,
-    RunEnded,
-    RunStarted,
-    Spiked,
-    Steered,
-    StepDone,
-    TextsGenerated,
-    Warned,
-)
+from lockstep.base import events, storage
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import BUSY
 from lockstep.observe.run_folder import HISTORY_FILE
@@ -36,7 +22,7 @@ MOST_RANKS = 64
 """Limit of the ranks in a line; those with most to do are kept."""
 
 
-class RunHistory(Observer):
+class RunHistory(events.Observer):
     """Appends the lines of rank 0; a line that cannot be written, as on a full disk, is left out."""
 
     def __init__(self, folder: Path, *, began: float | None = None) -> None:
@@ -58,7 +44,7 @@ class RunHistory(Observer):
         self._end_line()
 
     @notice.register
-    def _(self, event: RunStarted) -> None:
+    def _(self, event: events.RunStarted) -> None:
         if event.goes_on:
             return
         self.go_on(event.resumed_step)
@@ -73,14 +59,14 @@ class RunHistory(Observer):
         )
 
     @notice.register
-    def _(self, event: StepDone) -> None:
+    def _(self, event: events.StepDone) -> None:
         now = time.monotonic()
         self.step, self.step_seconds, self.mark = event.step, self.step_seconds + now - self.mark, now
         if event.values:
             self._write_steps()
 
     @notice.register
-    def _(self, event: RankTimes) -> None:
+    def _(self, event: events.RankTimes) -> None:
         busy = [sum(seconds) for seconds in zip(*(event.seconds[name] for name in BUSY), strict=True)]
         kept = sorted(sorted(range(len(busy)), key=busy.__getitem__)[-MOST_RANKS:])
         self._write(
@@ -96,40 +82,40 @@ class RunHistory(Observer):
         )
 
     @notice.register
-    def _(self, event: Evaluated) -> None:
+    def _(self, event: events.Evaluated) -> None:
         seconds, self.mark = time.monotonic() - self.mark, time.monotonic()
         self._write("evaluated", event.step, seconds=round(seconds, 3))
 
     @notice.register
-    def _(self, event: TextsGenerated) -> None:
+    def _(self, event: events.TextsGenerated) -> None:
         self.mark = time.monotonic()
         self._write("texts", event.step, texts=[[sample.prompt, sample.text] for sample in event.samples])
 
     @notice.register
-    def _(self, event: CheckpointSaved) -> None:
+    def _(self, event: events.CheckpointSaved) -> None:
         self.step_seconds -= event.stall_seconds  # steps are timed from the end of one to the end of the next
         self._write("saved", event.step, seconds=round(event.seconds, 3), stall_seconds=round(event.stall_seconds, 4))
 
     @notice.register
-    def _(self, event: Steered) -> None:
+    def _(self, event: events.Steered) -> None:
         self._write("steered", event.step, message=event.what)
 
     @notice.register
-    def _(self, event: Spiked) -> None:
+    def _(self, event: events.Spiked) -> None:
         self._write("spiked", event.step, message=event.text)
 
     @notice.register
-    def _(self, event: Regrouped) -> None:
+    def _(self, event: events.Regrouped) -> None:
         self.mark = time.monotonic()  # the unfinished step is repeated
         message = event.text.replace("\n", "; ")[:MOST_CHARACTERS]
         self._write("regrouped", event.step, message=message, seconds=round(event.seconds, 3))
 
     @notice.register
-    def _(self, event: Warned) -> None:
+    def _(self, event: events.Warned) -> None:
         self._write("warned", self.step, message=event.message[:MOST_CHARACTERS])
 
     @notice.register
-    def _(self, event: RunEnded) -> None:
+    def _(self, event: events.RunEnded) -> None:
         self._write_steps()
         self._write("ended", self.step, status=event.status)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pydantic_core
 
-from lockstep.base import storage
-from lockstep.base.errors import ConfigError
+from lockstep.base import plugins, storage
+from lockstep.base.errors import ConfigError, MissingExtra
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
@@ -30,6 +30,12 @@ class Tracker(ABC):
     name: str
 
     def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where the tracker's package, an extra of its name, is not installed."""
+        try:
+            plugins.require(self.name, self.name, what=self.name)
+        except MissingExtra:
+            how = f"pip install 'lockstep-train[{self.name}]'"
+            raise ConfigError(f"observe.sinks names {self.name}, which is not installed: {how}") from None
         self.folder = folder
         self.record = folder / f"{self.name}.jsonl"
         """File with the id of the tracker's run, then a line [step, part] for all that was sent."""
@@ -124,12 +130,6 @@ def of_ranks(
     """Return the milliseconds of a step by phase, of the rank with the most; figures of the GPUs."""
     times = {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
     return times | {f"gpu/{name}": value for name, value in gpu_meter.scalars(gpus).items()}
-
-
-def missing(package: str) -> ConfigError:
-    """Return the error for a tracker's package that is not installed."""
-    how = f"pip install 'lockstep-train[{package}]'"
-    return ConfigError(f"observe.sinks names {package}, which is not installed: {how}")
 
 
 def final_values(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.base.events import RunStarted
 from lockstep.observe.run_folder import flattened
-from lockstep.observe.sinks._tracker import Tracker, final_values, missing
+from lockstep.observe.sinks._tracker import Tracker, final_values
 
 DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """Limits after which a server that is down is given up."""
@@ -22,18 +22,12 @@ ENDS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KIL
 
 class Mlflow(Tracker):
     name = "mlflow"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        try:
-            import mlflow  # noqa: PLC0415 (an extra)
-        except ImportError:
-            raise missing(self.name) from None
-        self.mlflow = mlflow
-        self.client: Any = None
+    client: Any = None
 
     def _connect(self) -> None:
-        environment = os.environ  # noqa: TID251 (variables of the tracker's)
+        import mlflow  # noqa: PLC0415 (an extra)
+
+        self.mlflow, environment = mlflow, os.environ  # noqa: TID251 (variables of the tracker's)
         for variable, value in DEFAULTS.items():
             environment.setdefault(variable, value)
         address = environment.get("MLFLOW_TRACKING_URI") or (self.folder.parent / "mlruns").absolute().as_uri()
@@ -70,4 +64,3 @@ class Mlflow(Tracker):
 
 
 build = Mlflow
-"""Raises ConfigError where the package is not installed."""

@@ -9,24 +9,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import TaskID
 
-from lockstep.base import storage
+from lockstep.base import events, storage
 from lockstep.base.errors import ConfigError, printable
 from lockstep.base.escaping_console import EscapingConsole, escape_name
-from lockstep.base.events import (
-    CheckpointSaved,
-    Evaluated,
-    Evaluating,
-    Observer,
-    Preparing,
-    Regrouped,
-    RunEnded,
-    RunStarted,
-    Spiked,
-    Steered,
-    StepDone,
-    TextsGenerated,
-    Warned,
-)
 from lockstep.observe.progress_bar import QUIET_SECONDS, FittingProgress, Pace
 
 EVALUATION = "evaluating"
@@ -34,7 +19,7 @@ MOST_SHOWN, PROMPT_SHOWN = 160, 60
 """Length limit of a generated text."""
 
 
-class ProgressLines(Observer):
+class ProgressLines(events.Observer):
     """Prints a line for each event of interest; for steps at most every `quiet_seconds`."""
 
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
@@ -56,20 +41,20 @@ class ProgressLines(Observer):
         return self.paces.setdefault(task, Pace(0, 0, is_quiet=True)).is_due()
 
     @notice.register
-    def _(self, event: Preparing) -> None:
+    def _(self, event: events.Preparing) -> None:
         if event.done >= event.total:
             self.print(f"{event.what}: {event.done:,} done")
         elif self._is_due(event.what):
             self.print(f"{event.what}: {event.done:,} of {event.total:,}")
 
     @notice.register
-    def _(self, event: RunStarted) -> None:
+    def _(self, event: events.RunStarted) -> None:
         self.pace = Pace(event.total_steps, event.resumed_step, self.quiet_seconds)
         for line in () if event.goes_on else start_lines(event):
             self.print(line)
 
     @notice.register
-    def _(self, event: StepDone) -> None:
+    def _(self, event: events.StepDone) -> None:
         if not event.values or self.pace is None:
             return
         is_last = event.step == self.pace.total
@@ -78,16 +63,16 @@ class ProgressLines(Observer):
             self.print(line if is_last else f"{line} · {self.pace.time_left(event.step)}")
 
     @notice.register
-    def _(self, event: Evaluating) -> None:
+    def _(self, event: events.Evaluating) -> None:
         if event.done < event.total and self._is_due(event.step):
             self.print(f"evaluating after step {event.step}: {event.done:,} of {event.total:,} micro-batches")
 
     @notice.register
-    def _(self, event: Evaluated) -> None:
+    def _(self, event: events.Evaluated) -> None:
         self.print(f"test after step {event.step} ({event.samples:,} samples): {readable(event.values)}", "bold")
 
     @notice.register
-    def _(self, event: TextsGenerated) -> None:
+    def _(self, event: events.TextsGenerated) -> None:
         for sample in event.samples[:1]:
             is_long = len(sample.prompt) > PROMPT_SHOWN
             prompt = f"... {sample.prompt[-PROMPT_SHOWN:]}" if is_long else sample.prompt
@@ -95,29 +80,29 @@ class ProgressLines(Observer):
             self.print(f"after step {event.step} it writes: {text[:MOST_SHOWN]}", "dim")
 
     @notice.register
-    def _(self, event: CheckpointSaved) -> None:
+    def _(self, event: events.CheckpointSaved) -> None:
         stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
         self.print(f"checkpoint {escape_name(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
 
     @notice.register
-    def _(self, event: Steered) -> None:
+    def _(self, event: events.Steered) -> None:
         self.print(f"after step {event.step}, as an observer has asked: {event.what}")
 
     @notice.register
-    def _(self, event: Spiked) -> None:
+    def _(self, event: events.Spiked) -> None:
         self.print(f"step {event.step}: {event.text}", "yellow")
 
     @notice.register
-    def _(self, event: Regrouped) -> None:
+    def _(self, event: events.Regrouped) -> None:
         for line in event.text.splitlines():
             self.print(line, "yellow" if event.losses else None)
 
     @notice.register
-    def _(self, event: Warned) -> None:
+    def _(self, event: events.Warned) -> None:
         self.print(f"warning: {event.message}", "yellow")
 
     @notice.register
-    def _(self, event: RunEnded) -> None:
+    def _(self, event: events.RunEnded) -> None:
         for line in end_lines(event):
             self.print(line)
 
@@ -146,23 +131,23 @@ class ProgressBar(ProgressLines):
 
     def notice(self, event: object) -> None:
         """Move a bar for steps and preparation; print the rest above it."""
-        if isinstance(event, Preparing):
+        if isinstance(event, events.Preparing):
             self._move(event.what, event.total, completed=event.done)
             return
-        if isinstance(event, StepDone):
+        if isinstance(event, events.StepDone):
             if self.pace is not None:
                 short = {name: value for name, value in event.values.items() if name not in SHORT or name == SPEED}
                 figures = {"figures": readable(short)} if short else {}
                 description = f"epoch {event.epoch}"
                 self._move("training", self.pace.total, completed=event.step, description=description, **figures)
             return
-        if isinstance(event, Evaluating):
+        if isinstance(event, events.Evaluating):
             self._move(EVALUATION, event.total, completed=event.done, visible=event.done < event.total)
             return
-        if isinstance(event, RunEnded):
+        if isinstance(event, events.RunEnded):
             self.progress.stop()
         super().notice(event)
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             self._move("training", event.total_steps, completed=event.resumed_step)
 
     def _move(self, name: str, total: int, **fields: Any) -> None:
@@ -220,7 +205,7 @@ def readable(values: Mapping[str, float]) -> str:
     return " · ".join(texts)
 
 
-def start_lines(event: RunStarted) -> list[str]:
+def start_lines(event: events.RunStarted) -> list[str]:
     processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
     lines = [
         f"run {escape_name(event.name)}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
@@ -231,7 +216,7 @@ def start_lines(event: RunStarted) -> list[str]:
     return lines + [f"note: {note}" for note in event.notes]
 
 
-def end_lines(event: RunEnded) -> list[str]:
+def end_lines(event: events.RunEnded) -> list[str]:
     summary = event.summary
     if event.status == "failed":
         return [f"failed after {summary['steps']:,} steps"]

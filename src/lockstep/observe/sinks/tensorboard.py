@@ -8,17 +8,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.base.events import (
-    CheckpointSaved,
-    Evaluated,
-    RankTimes,
-    RunEnded,
-    RunStarted,
-    SaveStarted,
-    StepDone,
-    TextSample,
-    TextsGenerated,
-)
+from lockstep.base import events
 from lockstep.base.templates import as_markdown
 from lockstep.base.yaml_text import YamlDumper
 from lockstep.core.host import gpu_meter
@@ -46,7 +36,7 @@ class TensorBoard:
         self.world_size = 0
 
     def notice(self, event: object) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             # also on a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
             self.writer = event_files.opened(self.folder, purge_step=event.resumed_step + 1, flush_secs=10)
             self.world_size = event.world_size
@@ -54,28 +44,28 @@ class TensorBoard:
             settings = RunFolder(self.folder.parent).known_settings()
             config = yaml.dump(settings, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
             self.writer.add_text("config", as_code(config), event.resumed_step)
-        elif isinstance(event, StepDone) and event.values:
+        elif isinstance(event, events.StepDone) and event.values:
             self._write(event.step, tagged("train", {**event.values, "epoch": event.epoch}))
-        elif isinstance(event, Evaluated):
+        elif isinstance(event, events.Evaluated):
             self._write(event.step, tagged("test", event.values))
-        elif isinstance(event, TextsGenerated) and self.writer:
+        elif isinstance(event, events.TextsGenerated) and self.writer:
             self.writer.add_text("texts", as_quotes(event.samples), event.step)
-        elif isinstance(event, RunEnded) and self.writer:
+        elif isinstance(event, events.RunEnded) and self.writer:
             facts = {name: event.summary.get(name) for name in ("digest", "chain", "evaluation", "steps")}
             text = json.dumps({"status": event.status, **facts}, indent=1)
             self.writer.add_text("end", as_code(text), facts["steps"])
             self._write_hyperparameters(event)
         else:
             self._write_costs(event)
-        if isinstance(event, Evaluated | SaveStarted | RunEnded) and self.writer:
+        if isinstance(event, events.Evaluated | events.SaveStarted | events.RunEnded) and self.writer:
             self.writer.flush()
 
     def _write_costs(self, event: object) -> None:
-        if isinstance(event, RankTimes):
+        if isinstance(event, events.RankTimes):
             memory = tagged("memory", {"most_gigabytes": max(event.memory_bytes) / 1e9})
             gpus = tagged("gpu", gpu_meter.scalars(event.gpus))
             self._write(event.step, tagged("time", mean_milliseconds(event)) | memory | gpus)
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, events.CheckpointSaved):
             seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
             self._write(event.step, tagged("checkpoint", seconds))
 
@@ -83,7 +73,7 @@ class TensorBoard:
         if self.writer:
             self.writer.close()
 
-    def _write_hyperparameters(self, event: RunEnded) -> None:
+    def _write_hyperparameters(self, event: events.RunEnded) -> None:
         """Write the settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
         add_hparams of torch would make a run of its own of them."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -124,7 +114,7 @@ def hyperparameters(folder: Path) -> dict[str, float | str]:
     return found
 
 
-def mean_milliseconds(times: RankTimes) -> dict[str, float]:
+def mean_milliseconds(times: events.RankTimes) -> dict[str, float]:
     """Return phase -> milliseconds of a step, the mean over the ranks; `waits_most`: of the rank that waits most."""
     mean = {str(name): 1000 * statistics.fmean(times.seconds[name]) / times.steps for name in OF_STEPS}
     return {**mean, "waits_most": 1000 * max(times.seconds["exchange"]) / times.steps}
@@ -135,7 +125,7 @@ def as_code(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
-def as_quotes(samples: Sequence[TextSample]) -> str:
+def as_quotes(samples: Sequence[events.TextSample]) -> str:
     """Format each generated text as a paragraph of Markdown, its prompt in bold."""
     return "\n\n".join(f"**{as_markdown(each.prompt)}**{as_markdown(each.text)}" for each in samples)
 

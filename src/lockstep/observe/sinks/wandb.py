@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.events import RunStarted
-from lockstep.observe.sinks._tracker import Tracker, final_values, missing
+from lockstep.observe.sinks._tracker import Tracker, final_values
 
 LAST_PART = 2
 INIT_SECONDS = 30.0
@@ -16,17 +16,12 @@ INIT_SECONDS = 30.0
 
 class Wandb(Tracker):
     name = "wandb"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        try:
-            import wandb  # noqa: PLC0415 (an extra)
-        except ImportError:
-            raise missing(self.name) from None
-        self.wandb = wandb
-        self.run: Any = None
+    run: Any = None
 
     def open(self, event: RunStarted, config: Mapping[str, Any]) -> str:
+        import wandb  # noqa: PLC0415 (an extra)
+
+        self.wandb = wandb
         identity = self.id or secrets.token_hex(4)
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lockstep"),  # noqa: TID251 (a variable of the tracker's)
@@ -58,4 +53,3 @@ class Wandb(Tracker):
 
 
 build = Wandb
-"""Raises ConfigError where the package is not installed."""
