@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
 from lockstep.recipe import recipe_trust
-from lockstep.tools.sweep import optuna_search, search_space, sweep_plan, sweep_state, sweeping
+from lockstep.tools.sweep import optuna_search, search_space, sweep_plan, sweep_state, trial_training
 from lockstep.tools.sweep.search_space import parse
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import svg
@@ -242,7 +242,7 @@ def test_optuna_is_a_pure_function_of_the_trials():
     assert optuna_search.suggestion(sweep_of("a.b=1,2", values=[1.0, 2.0]), seed=0) is None  # nothing else to try
 
 
-@pytest.mark.parametrize("judge", [sweeping.clearly_worse, optuna_search.clearly_worse])
+@pytest.mark.parametrize("judge", [trial_training.clearly_worse, optuna_search.clearly_worse])
 @pytest.mark.parametrize(
     ("metric", "values", "expected"),
     [

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -125,17 +125,12 @@ def grid(keys: Sequence[SweptKey]) -> list[dict[str, Any]]:
 
 def drawn(keys: Sequence[SweptKey], *, seed: int, count: int) -> list[dict[str, Any]]:
     """Draw settings at random, none twice; fewer than `count` where there are no others."""
-    return list(itertools.islice(_draws(keys, random.Random(seed)), count))
-
-
-def _draws(keys: Sequence[SweptKey], source: random.Random) -> Iterator[dict[str, Any]]:
-    seen, repeats = set[str](), 0
-    while repeats < MOST_REPEATS:
+    source, found, repeats = random.Random(seed), dict[str, dict[str, Any]](), 0
+    while len(found) < count and repeats < MOST_REPEATS:
         settings = {key.key: _draw(key, source) for key in keys}
-        repeats = repeats + 1 if override_text(settings) in seen else 0
-        seen.add(override_text(settings))
-        if not repeats:
-            yield settings
+        repeats = repeats + 1 if override_text(settings) in found else 0
+        found[override_text(settings)] = settings
+    return list(found.values())
 
 
 def _draw(key: SweptKey, source: random.Random) -> Any:

@@ -1,11 +1,9 @@
 """Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and shows the best."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
 from typing import TypeVar
 
 from rich.console import Console
@@ -14,23 +12,20 @@ from rich.text import Text
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run
 from lockstep.observe.watch.run_state import RunState
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.sweep import shared_steps
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
-from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
-from lockstep.tools.sweep.trial_training import Judge, LocalTraining, TrialJob, TrialTraining
+from lockstep.tools.sweep.trial_training import LocalTraining, TrialJob, TrialTraining
 from lockstep.tools.trials import forking
 
 PICTURE = "sweep.svg"
 LOOK_SECONDS = 2.0
 """Time between two looks at jobs of a scheduler."""
-LEAST_TRIALS = 3
-"""Number of earlier trials that must have reached an evaluation before a trial is pruned by it."""
 Training = TypeVar("Training", bound=TrialTraining)
 
 
@@ -81,7 +76,7 @@ class Trials:
                 self.ended(trial.model_copy(update=failed))
                 continue
             recipe = self._forked(trial, recipe)
-            yield kind(trial=trial, recipe=recipe, trust=trust, metric=sweep.metric, judge=_make_judge(sweep))
+            yield kind(trial=trial, recipe=recipe, trust=trust, sweep=sweep)
 
     def _forked(self, trial: SweepTrial, recipe: Recipe) -> Recipe:
         """Have a trial go on from a checkpoint of an earlier one, if both are the same training until there. Pruning
@@ -148,30 +143,6 @@ def _run_jobs(trials: Trials) -> None:
             if (ended := job.look()) is not None:
                 jobs.remove(job)
                 trials.ended(ended)
-
-
-def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
-    """Return the index of the first evaluation that is worse than the median of earlier trials' same one; None for
-    none. A pure function of a trial's evaluations and of earlier trials.
-
-    The same one is that of the same number: with another batch it comes after another step.
-    """
-    for index, own in enumerate(evaluations):
-        reached = [t.evaluations[index].value for t in sweep.ended if len(t.evaluations) > index]
-        values = [value for value in reached if value is not None]
-        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value, mode=sweep.mode):
-            return index
-    return None
-
-
-def _make_judge(sweep: Sweep) -> Judge:
-    if sweep.prune == "none":
-        return lambda _: None
-    if sweep.search == "optuna":
-        from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
-
-        return partial(optuna_search.clearly_worse, sweep)
-    return partial(clearly_worse, sweep)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lockstep.base import config, storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
+from lockstep.checkpoint.metric_modes import is_better
 from lockstep.launch import launch_run, run_control
 from lockstep.observe.report.goodput import starts
 from lockstep.observe.run_folder import RunFolder
@@ -20,7 +22,7 @@ from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.recipe import run_paths
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.sweep.sweep_state import Measured, SweepTrial
+from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 
 LOOK_SECONDS = 0.5
 AFTERWORD = re.compile(
@@ -30,8 +32,22 @@ AFTERWORD = re.compile(
 """Lines that a launcher prints after the reason of a failure."""
 MOST_FAILURES = 150
 """Number of times in a row that a scheduler may not answer: for 5 minutes and more."""
-Judge = Callable[[Sequence[Measured]], int | None]
-"""Evaluations of a trial -> the index of the one that ends it early, None for none."""
+LEAST_TRIALS = 3
+"""Number of earlier trials that must have reached an evaluation before a trial is pruned by it."""
+
+
+def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
+    """Return the index of the first evaluation that is worse than the median of earlier trials' same one; None for
+    none. A pure function of a trial's evaluations and of earlier trials.
+
+    The same one is that of the same number: with another batch it comes after another step.
+    """
+    for index, own in enumerate(evaluations):
+        reached = [t.evaluations[index].value for t in sweep.ended if len(t.evaluations) > index]
+        values = [value for value in reached if value is not None]
+        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value, mode=sweep.mode):
+            return index
+    return None
 
 
 @dataclass(kw_only=True)
@@ -39,8 +55,7 @@ class TrialTraining:
     trial: SweepTrial
     recipe: Recipe
     trust: Sequence[str]
-    metric: str
-    judge: Judge
+    sweep: Sweep
     total_steps: int = 0
     pruned_at: int | None = None
     """Index of the evaluation that ends it early."""
@@ -69,11 +84,21 @@ class TrialTraining:
             newest = state.evaluation.step
             if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
                 self.trial.evaluations = [
-                    Measured(step=line.step, value=line.values.get(self.metric), loss=line.values.get("loss"))
+                    Measured(step=line.step, value=line.values.get(self.sweep.metric), loss=line.values.get("loss"))
                     for line in RunFolder(self.folder).metric_lines()
                     if line.kind == "evaluation"
                 ]
-                self.pruned_at = self.judge([each for each in self.trial.evaluations if each.step < self.total_steps])
+                early = [each for each in self.trial.evaluations if each.step < self.total_steps]
+                self.pruned_at = self._first_worse(early)
+
+    def _first_worse(self, evaluations: Sequence[Measured]) -> int | None:
+        if self.sweep.prune == "none":
+            return None
+        if self.sweep.search != "optuna":
+            return clearly_worse(self.sweep, evaluations)
+        from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
+
+        return optuna_search.clearly_worse(self.sweep, evaluations)
 
     def output(self) -> Path:
         """Return the file with what its launcher wrote."""
@@ -92,10 +117,10 @@ class TrialTraining:
             return self._result("failed", note=reasons[-1] if reasons else f"exit code {code}")
         summary = RunFolder(self.folder).summary()
         values = self._checkpoint_metrics() or summary.evaluation
-        value = values.get(self.metric)
+        value, metric = values.get(self.sweep.metric), self.sweep.metric
         if value is None or value != value:
-            what = "is not finite" if self.metric in values else f"was not measured (there is: {', '.join(values)})"
-            return self._result("failed", note=f"{self.metric} {what}")
+            what = "is not finite" if metric in values else f"was not measured (there is: {', '.join(values)})"
+            return self._result("failed", note=f"{metric} {what}")
         return self._result("finished", value=value, loss=values.get("loss"), digest=summary.digest)
 
     def _checkpoint_metrics(self) -> dict[str, Any]:
