@@ -20,7 +20,7 @@ from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.prove.proof_table import NotShown
-from lockstep.tools.trials import TrialFailed, processes_text, strategy, strategy_of
+from lockstep.tools.trials import TrialEnd, TrialFailed, processes_text, strategy, strategy_of
 
 CONTEXT_BYTES = 600 << 20
 """GPU memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
@@ -60,12 +60,8 @@ def test_samples(recipe: Recipe, available: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofRun:
+class ProofRun(TrialEnd):
     folder: Path
-    output: str
-    """Output of its launcher and rank 0."""
-    peak_bytes: int
-    """Peak memory of all its processes together."""
 
     def read(self, name: str) -> Any:
         return storage.read_json(self.folder / name)
@@ -115,11 +111,11 @@ class ProofRuns:
 
     def run(self, name: str, processes: int, *, parallel: StrategySection | None = None, **options: Any) -> ProofRun:
         """Run to the end, as `ended` does. Raises TrialFailed, NotShown where the strategy refuses this run."""
-        code, run = self.ended(name, processes, parallel=parallel, **options)
-        if parallel and code == UserError.exit_code and run.refusal:
+        run = self.ended(name, processes, parallel=parallel, **options)
+        if parallel and run.code == UserError.exit_code and run.refusal:
             raise NotShown(f"{parallel.kind} refuses this run: {run.refusal}")
-        if code:
-            raise TrialFailed(run.output, code, f"the proof's run {name} on {processes_text(processes)}")
+        if run.code:
+            raise TrialFailed(run.output, run.code, f"the proof's run {name} on {processes_text(processes)}")
         return run
 
     def with_strategy(self, kind: str, processes: int) -> ProofRun:
@@ -147,10 +143,10 @@ class ProofRuns:
                 with suppress(psutil.Error):
                     psutil.Process(killed[0]).kill()
 
-        code, run = self.ended(name, processes, request=request, changes=changes, poll=poll)
+        run = self.ended(name, processes, request=request, changes=changes, poll=poll)
         left = listed(checkpoints)
-        if not killed or not code or not left:
-            raise TrialFailed(run.output, code, f"the proof's run {name} on {processes_text(processes)}")
+        if not killed or not run.code or not left:
+            raise TrialFailed(run.output, run.code, f"the proof's run {name} on {processes_text(processes)}")
         return killed[0], step_of(left[0])
 
     def shortage(self, processes: int) -> str | None:
@@ -174,8 +170,8 @@ class ProofRuns:
         parallel: StrategySection | None = None,
         changes: Mapping[str, Mapping[str, Any]] | None = None,
         poll: Callable[[], None] = lambda: None,
-    ) -> tuple[int, ProofRun]:
-        """Run to the end -> exit code, run. It does few steps, without evaluations, saves and reports, with another
+    ) -> ProofRun:
+        """Run to the end, whatever that is. It does few steps, without evaluations, saves and reports, with another
         strategy and other settings by section, if given. A run in an existing folder is resumed."""
         folder, request = self.folder / name, request or self.request
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +188,7 @@ class ProofRuns:
             parallel = strategy("ddp", find_unused=True)  # a trace is of whole weights
         recipe = trials.varied(self.recipe, sections, parallel=parallel.fitted(processes))
         trial = trials.run(recipe, folder, task="prove", request=request, processes=processes, poll=poll)
-        return trial.code, ProofRun(folder=folder, output=trial.output, peak_bytes=trial.peak_bytes)
+        return ProofRun(folder=folder, **vars(trial))
 
 
 def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:

@@ -25,12 +25,12 @@ def check(context: DoctorContext) -> Iterator[Diagnosis]:
         runs = ProofRuns(recipe=recipe, folder=folder, steps=STEPS, request=request, report=lambda _: None)
         digests = {}
         for number in sorted({context.processes, 1}, reverse=True):
-            code, run = runs.ended(f"on-{number}", number)
-            if code:
+            run = runs.ended(f"on-{number}", number)
+            if run.code:
                 lines = run.output.strip().splitlines() or ["they wrote nothing"]
                 yield Diagnosis.error(
                     "LS-STEP-01",
-                    f"the first steps on {processes_text(number)} ended with exit code {code}",
+                    f"the first steps on {processes_text(number)} ended with exit code {run.code}",
                     "\n    ".join(lines[-SHOWN_LINES:]),
                 )
                 return
