@@ -14,21 +14,16 @@ FILE = "signature.json"
 """File in a run's folder."""
 
 
-def check_key(file: Path) -> None:
-    """Raise ConfigError or MissingExtra, before the run is read, where a key cannot sign."""
-    _key(file, "private")
-
-
 def sign(run: Path, key: Path, chain: Sequence[Link]) -> None:
     """Sign the last checkpoint, which stands for all before it. Raises ConfigError, MissingExtra."""
     signed = asdict(chain[-1])
-    signature = _key(key, "private").sign(_bytes(signed)).hex()
+    signature = read_key(key, "private").sign(_bytes(signed)).hex()
     storage.write(run / FILE, json.dumps({"signed": signed, "signature": signature}, indent=1))
 
 
 def problem(run: Path, key: Path, chain: Sequence[Link]) -> str | None:
     """Return why the signature does not stand for this chain; None where it does. Raises ConfigError, MissingExtra."""
-    public = _key(key, "public")
+    public = read_key(key, "public")
     try:
         found = storage.read_json(run / FILE)
         public.verify(bytes.fromhex(found["signature"]), _bytes(found["signed"]))
@@ -47,7 +42,8 @@ def _bytes(signed: Any) -> bytes:
     return json.dumps(signed, sort_keys=True).encode()
 
 
-def _key(file: Path, kind: str) -> Any:
+def read_key(file: Path, kind: str) -> Any:
+    """Read a private or public key. Raises ConfigError, MissingExtra."""
     try:
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 (an extra)
     except ImportError:

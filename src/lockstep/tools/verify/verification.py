@@ -106,7 +106,7 @@ def _problem(folder: Path) -> str | None:
 def verify_run(path: Path, options: VerifyOptions, *, console: Console) -> int:
     """Verify a run, or an export in its folder, and print what is found -> exit code. Raises UserError, TrialFailed."""
     if options.sign:
-        signing.check_key(options.sign)
+        signing.read_key(options.sign, "private")  # before the run is read, which may take long
     is_export = export_reader.is_export(path)
     run = read(path.absolute().parent if is_export else path)
     folder = run.recipe.folder.absolute()
