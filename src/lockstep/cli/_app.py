@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from lockstep.base import plugins
 from lockstep.base.errors import nearest
-from lockstep.cli._common import versions
+from lockstep.cli._common import reports_errors, versions
 
 FAMILY = "cli"
 PANELS = {
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
         function = plugins.find(FAMILY, cmd_name).command
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # else the help keeps our line breaks
         panel = next((title for title, names in PANELS.items() if cmd_name in names), "More")
-        single.command(cmd_name, help=text, rich_help_panel=panel)(function)
+        single.command(cmd_name, help=text, rich_help_panel=panel)(reports_errors(function))
         return typer.main.get_command(single)
 
 

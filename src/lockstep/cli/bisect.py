@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from lockstep.base.errors import ConfigError
-from lockstep.cli._common import TrustCode, console, recorded, reports_errors
+from lockstep.cli._common import TrustCode, console, recorded
 from lockstep.protocol import environment
 
 
-@reports_errors
 def command(
     run_a: Annotated[Path, typer.Argument(help="A run's folder; with --revisions, a config.", metavar="A|CONFIG")],
     run_b: Annotated[Path | None, typer.Argument(help="Another run's.", metavar="B")] = None,

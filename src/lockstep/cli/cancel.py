@@ -1,9 +1,8 @@
 """`lockstep cancel`."""
 
-from lockstep.cli._common import RunArgument, console, reports_errors
+from lockstep.cli._common import RunArgument, console
 
 
-@reports_errors
 def command(run: RunArgument) -> None:
     """Have a run save after its current step and end; `lockstep train` resumes it."""
     from lockstep.launch import run_control

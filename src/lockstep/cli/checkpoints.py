@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console
 
 
-@reports_errors
 def command(
     run: Annotated[
         Path, typer.Argument(help="A run's folder, its checkpoints folder, or one of these.", metavar="RUN")

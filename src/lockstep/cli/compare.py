@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, recorded, reports_errors
+from lockstep.cli._common import console, recorded
 
 
-@reports_errors
 def command(
     run_a: Annotated[
         Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A", callback=recorded)

@@ -1,9 +1,8 @@
 """`lockstep data`."""
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
 
 
-@reports_errors
 def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
     """Download and prepare data, tokens and the pretrained model without training; resumes where it was stopped."""
     recipe = load_trusted(path, overrides, trusts=trust_code)

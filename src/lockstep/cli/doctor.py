@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli._common import NodeRank, Overrides, Rendezvous, TrustCode, console, load_trusted, reports_errors
+from lockstep.cli._common import NodeRank, Overrides, Rendezvous, TrustCode, console, load_trusted
 
 if TYPE_CHECKING:
     from lockstep.recipe.recipe import Recipe
 
 
-@reports_errors
 def command(
     path: Annotated[
         Path | None, typer.Argument(help="A YAML file; without it, only the machine.", metavar="[CONFIG]")

@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
 from lockstep.protocol import environment
 
 
-@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,

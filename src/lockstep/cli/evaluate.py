@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Base, Overrides, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, Overrides, Trained, TrustCode, console
 
 
-@reports_errors
 def command(
     target: Trained,
     overrides: Overrides = None,

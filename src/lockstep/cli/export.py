@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Overrides, RunArgument, TrustCode, console, reports_errors
+from lockstep.cli._common import Overrides, RunArgument, TrustCode, console
 
 
-@reports_errors
 def command(
     run: RunArgument,
     overrides: Overrides = None,

@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from lockstep.base.errors import ConfigError
-from lockstep.cli._common import Overrides, TrustCode, console, load_trusted, reports_errors
+from lockstep.cli._common import Overrides, TrustCode, console, load_trusted
 from lockstep.protocol import environment
 
 
-@reports_errors
 def command(
     path: Annotated[Path, typer.Argument(help="A golden file; with --record, a config.", metavar="GOLDEN|CONFIG")],
     overrides: Overrides = None,

@@ -8,14 +8,13 @@ from rich.table import Table
 
 from lockstep.base import config, storage, templates
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.cli._common import console, reports_errors, shipped_folder
+from lockstep.cli._common import console, shipped_folder
 
 EXAMPLES = "examples/"
 """Prefix of the name of a config that is ready to run, as opposed to one with every setting explained."""
 WORKFLOW = Path(".github", "workflows", "gate.yml")
 
 
-@reports_errors
 def command(
     task: Annotated[str, typer.Argument(help="What to train, one of --list; gate: a workflow for CI.")] = "digits",
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,

@@ -11,10 +11,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from lockstep.base.errors import ConfigError
-from lockstep.cli._common import console, reports_errors, shipped_folder
+from lockstep.cli._common import console, shipped_folder
 
 
-@reports_errors
 def command(
     number: Annotated[int | None, typer.Argument(help="The lesson to run; without it they are listed.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the lesson's code, and do not run it.")] = False,

@@ -4,10 +4,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import RunArgument, reports_errors, show_log
+from lockstep.cli._common import RunArgument, show_log
 
 
-@reports_errors
 def command(
     run: RunArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines, until Ctrl-C.")] = False,

@@ -5,10 +5,9 @@ import inspect
 from rich.table import Table
 
 from lockstep.base import plugins
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console
 
 
-@reports_errors
 def command() -> None:
     """List models, sources, strategies and launchers."""
     for title, family in plugins.FAMILIES.items():

@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.cli._common import Base, DType, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, DType, Trained, TrustCode, console
 
 
-@reports_errors
 def command(
     model: Trained,
     source: Annotated[

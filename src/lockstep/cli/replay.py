@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Overrides, TrustCode, console, reports_errors
+from lockstep.cli._common import Overrides, TrustCode, console
 from lockstep.protocol import environment
 
 
-@reports_errors
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a bundle that --save wrote.", metavar="RUN|FILE")],
     overrides: Overrides = None,

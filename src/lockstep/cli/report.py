@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, recorded, reports_errors
+from lockstep.cli._common import console, recorded
 
 
-@reports_errors
 def command(
     runs: Annotated[list[Path], typer.Argument(help="Runs' folders.", metavar="RUN [RUN ...]", callback=recorded)],
     out: Annotated[

@@ -4,10 +4,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import RunArgument, console, reports_errors
+from lockstep.cli._common import RunArgument, console
 
 
-@reports_errors
 def command(
     run: RunArgument,
     processes: Annotated[int, typer.Argument(min=1, metavar="N", help="how many processes are to train, per machine")],

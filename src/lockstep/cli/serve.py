@@ -4,13 +4,12 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Base, DType, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, DType, Trained, TrustCode, console
 
 LONGEST = 86_400
 """Largest number of seconds of an option: a day. Timers of the event loop do not take infinity."""
 
 
-@reports_errors
 def command(
     target: Trained,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",

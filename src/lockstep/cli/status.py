@@ -1,9 +1,8 @@
 """`lockstep status`."""
 
-from lockstep.cli._common import RunArgument, console, reports_errors
+from lockstep.cli._common import RunArgument, console
 
 
-@reports_errors
 def command(run: RunArgument) -> None:
     """Show the state of a run: its job and remaining time, its step, its newest checkpoint."""
     from lockstep.launch import run_control

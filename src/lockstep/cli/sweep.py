@@ -5,10 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.cli._common import TrustCode, console, reports_errors, setting_names
+from lockstep.cli._common import TrustCode, console, setting_names
 
 
-@reports_errors
 def command(
     path: Annotated[
         Path, typer.Argument(help="A YAML file; or the folder of a sweep, to go on with it.", metavar="CONFIG")

@@ -4,19 +4,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import (
-    ConfigFile,
-    NodeRank,
-    Overrides,
-    Rendezvous,
-    TrustCode,
-    console,
-    reports_errors,
-    show_log,
-)
+from lockstep.cli._common import ConfigFile, NodeRank, Overrides, Rendezvous, TrustCode, console, show_log
 
 
-@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,

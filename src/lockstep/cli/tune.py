@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
 
 
-@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,

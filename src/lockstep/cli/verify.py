@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Trained, TrustCode, console
 
 
-@reports_errors
 def command(
     path: Trained,
     segments: Annotated[int, typer.Option(help="Intervals to run again; 0 for none.", min=0)] = 3,

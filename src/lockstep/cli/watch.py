@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import RunArgument, console, reports_errors
+from lockstep.cli._common import RunArgument, console
 
 REFRESH_SECONDS = 1.0
 
 
-@reports_errors
 def command(
     run: RunArgument,
     once: Annotated[
