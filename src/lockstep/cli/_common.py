@@ -98,14 +98,17 @@ def shipped_folder(name: str) -> Path:
 
 
 def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
-    """Load a config file and get the user's permission to execute its code. Raises UserError."""
+    """Load a config file, get the user's permission to execute its code, and choose devices and threads for what the
+    command measures itself. Raises UserError."""
     from lockstep.base import devices
+    from lockstep.protocol import environment
     from lockstep.recipe import recipe as recipes
     from lockstep.recipe import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
     recipe_trust.authorize(recipe, path, trusts=trusts)
-    devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)  # for what the command measures itself
+    devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)
+    environment.set_threads(recipe.run.threads)
     return recipe
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
-from lockstep.protocol import environment
 
 
 def command(
@@ -25,7 +24,6 @@ def command(
 ) -> None:
     """Estimate memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
     recipe = load_trusted(path, overrides, trusts=trust_code)
-    environment.set_threads(recipe.run.threads)
     from lockstep.tools.estimate import estimation
     from lockstep.tools.estimate.machine_measurement import EstimateOptions
     from lockstep.tools.trials import world_sizes_of

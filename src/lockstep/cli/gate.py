@@ -27,7 +27,6 @@ def command(
     """
     if record is not None:
         recipe = load_trusted(path, overrides, trusts=trust_code)
-        environment.set_threads(recipe.run.threads)
         from lockstep.tools.gate import gating
 
         gating.record(recipe, path, record, overrides=overrides or [], steps=steps or 20, console=console)

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
-from lockstep.protocol import environment
 
 
 def command(
@@ -21,7 +20,6 @@ def command(
 ) -> int:
     """Show, on this config and machine, that the weights do not depend on the number of processes."""
     recipe = load_trusted(path, overrides, trusts=trust_code)
-    environment.set_threads(recipe.run.threads)
     from lockstep.tools.prove import proving
 
     return proving.prove(recipe, steps=steps, parts=only or proving.PARTS, keep=keep, console=console)

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted
-from lockstep.protocol import environment
 
 
 def command(
@@ -22,7 +21,6 @@ def command(
 ) -> None:
     """Measure throughput and efficiency on different numbers of processes."""
     recipe = load_trusted(path, overrides, trusts=trust_code)
-    environment.set_threads(recipe.run.threads)
     from lockstep.tools.scale import scaling
     from lockstep.tools.trials import world_sizes_of
 
