@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +140,7 @@ class Components:
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
         check_modes(recipe)
         if asked != "auto":
-            every = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"metrics": "auto"})})
+            every = recipe.changed("evaluate", metrics="auto")
             measured = [*dict.fromkeys((*measured, *requested_metrics(every, self.data.test.spec)))]
             for name in asked:
                 check("evaluate.metrics", name, measured, are_all=are_all)
@@ -356,11 +355,9 @@ def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetri
 def with_modes(recipe: Recipe, metrics: Mapping[str, DeclaredMetric]) -> Recipe:
     """Return the recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name; left
     open where neither says whether smaller or larger values are better."""
-    changed: dict[str, Any] = {}
     for section, _, name, mode in open_modes(recipe):
-        found = mode_of(name, metrics) or mode_by_name(name) or "auto"
-        changed[section] = getattr(recipe, section).model_copy(update={mode: found})
-    return recipe.model_copy(update=changed)
+        recipe = recipe.changed(section, **{mode: mode_of(name, metrics) or mode_by_name(name) or "auto"})
+    return recipe
 
 
 def open_modes(recipe: Recipe) -> Iterator[tuple[str, str, str, str]]:

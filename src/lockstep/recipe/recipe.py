@@ -32,8 +32,8 @@ def plugin(family: str, default: str) -> Kind:
 LONGEST_NAME = 200
 """Limit in bytes; file systems allow 255, and names of temporary files are longer."""
 DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{i}" for port in ("COM", "LPT") for i in range(1, 10))}
-PROCESSORS = ("image_processor", "feature_extractor")
-"""Settings whose default becomes `none` for a model without one."""
+PROCESSORS = {"tokenizer": BYTES, "image_processor": NO_PROCESSOR, "feature_extractor": NO_PROCESSOR}
+"""Setting of the data -> what its default, auto, stands for with a model that has none of its own."""
 MOST_SHARDS = 2**16
 """Limit of micro-batches of one step; each is a forward and a backward pass."""
 
@@ -90,6 +90,10 @@ class Recipe(Section):
     def folder(self) -> Path:
         assert self.run.name is not None, "the run has no name yet: see begun()"
         return self.run.dir / self.run.name
+
+    def changed(self, section: str, **settings: Any) -> "Recipe":
+        """Return the recipe with other settings in a section; they are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=settings)})
 
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
@@ -253,25 +257,17 @@ def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
 def _with_defaults(recipe: Recipe) -> Recipe:
     """Limit launch.processes=auto to the most processes that the strategy can use; name the tokenizer, the image
     processor or the feature extractor that auto stands for, as an export needs its name."""
-    named: dict[str, str] = {}
-    if recipe.data.PACKS and recipe.data.tokenizer == AUTO:
-        named = {"tokenizer": recipe.model.own_tokenizer or BYTES}
-    if isinstance(recipe.data, PixelSection) and recipe.data.image_processor == AUTO:
-        named = {"image_processor": recipe.model.own_image_processor or NO_PROCESSOR}
-    if isinstance(recipe.data, AudioSection) and recipe.data.feature_extractor == AUTO:
-        named = {"feature_extractor": recipe.model.own_feature_extractor or NO_PROCESSOR}
-    if named:
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=named)})
+    own = _own_names(recipe)
+    named = {key: own[key] or other for key, other in PROCESSORS.items() if getattr(recipe.data, key, None) == AUTO}
+    recipe = recipe.changed("data", **named) if named else recipe
     if recipe.parallel.MOST_PROCESSES is not None and recipe.launch.processes == "auto":
-        launch = recipe.launch.model_copy(update={"processes": recipe.parallel.MOST_PROCESSES})
-        recipe = recipe.model_copy(update={"launch": launch})
+        return recipe.changed("launch", processes=recipe.parallel.MOST_PROCESSES)
     return recipe
 
 
 def in_use(recipe: Recipe) -> Recipe:
     """Return the recipe as a trained model is used: without documents that are kept apart, and excluded samples."""
-    changed = {"exclude": (), **({"documents": "joined"} if recipe.data.PACKS else {})}
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changed)})
+    return recipe.changed("data", exclude=(), **({"documents": "joined"} if recipe.data.PACKS else {}))
 
 
 def name_part(file: Path) -> str:
@@ -283,13 +279,12 @@ def begun(recipe: Recipe, path: Path) -> Recipe:
     """Return the recipe with what the first start of a run decides, where its settings do not: its name, from the
     config file's and the time, and the date for chat templates."""
     if recipe.run.name is None:
-        name = f"{name_part(path)}-{datetime.now():%Y%m%d-%H%M%S}"
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+        recipe = recipe.changed("run", name=f"{name_part(path)}-{datetime.now():%Y%m%d-%H%M%S}")
     if recipe.data.CHATS and recipe.data.date is None:
         day = date.today()
         with suppress(ValueError, TypeError):  # no run yet, or of an earlier version
             day = date.fromisoformat(RunFolder(recipe.folder).known_settings().get("data", {}).get("date"))
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": day})})
+        recipe = recipe.changed("data", date=day)
     return recipe
 
 
@@ -327,7 +322,7 @@ def unset(recipe: Recipe) -> set[str]:
         section: Section = getattr(recipe, name)
         for key, field in type(section).model_fields.items():
             defaults = (field.get_default(call_default_factory=True), NO_PROCESSOR)
-            if getattr(section, key) in (defaults if key in PROCESSORS else defaults[:1]):
+            if getattr(section, key) in (defaults if PROCESSORS.get(key) == NO_PROCESSOR else defaults[:1]):
                 found.add(f"{name}.{key}")
     return found
 
@@ -375,13 +370,15 @@ def starter(task: str, code: Path = Path("user.py")) -> Recipe:
 
 def with_auto(recipe: Recipe) -> Recipe:
     """Return the recipe with auto in place of the model's own tokenizer and processors, which suits any model.name."""
-    own = {
-        "tokenizer": recipe.model.own_tokenizer,
-        "image_processor": recipe.model.own_image_processor,
-        "feature_extractor": recipe.model.own_feature_extractor,
-    }
-    named = {key: AUTO for key, name in own.items() if name and getattr(recipe.data, key, None) == name}
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=named)})
+    own = _own_names(recipe).items()
+    return recipe.changed(
+        "data", **{key: AUTO for key, name in own if name and getattr(recipe.data, key, None) == name}
+    )
+
+
+def _own_names(recipe: Recipe) -> dict[str, str | None]:
+    """Return the setting of each of PROCESSORS that names the model's own."""
+    return {key: getattr(recipe.model, f"own_{key}") for key in PROCESSORS}
 
 
 def _source_of(task: str) -> str:
