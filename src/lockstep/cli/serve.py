@@ -4,10 +4,13 @@ from typing import Annotated
 
 import typer
 
+from lockstep.base import plugins
 from lockstep.cli._common import Base, DType, Trained, TrustCode, console
 
 LONGEST = 86_400
 """Largest number of seconds of an option: a day. Timers of the event loop do not take infinity."""
+PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prometheus_client", "uvicorn")
+"""Packages of the extra `serve`."""
 
 
 def command(
@@ -36,6 +39,7 @@ def command(
 
     SIGHUP, or POST /-/reload from this machine, reloads it; SIGTERM and Ctrl-C finish accepted requests, then exit.
     """
+    plugins.require("serve", *PACKAGES, what="lockstep serve")
     from lockstep.inference import trained_model
     from lockstep.inference.serving import server
     from lockstep.inference.serving.service import Settings

@@ -10,6 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi_offline import FastAPIOffline
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.templates import render
@@ -48,9 +54,7 @@ def build(service: Service) -> Middleware:
     return middleware
 
 
-def _application(service: Service) -> Any:
-    from fastapi_offline import FastAPIOffline
-
+def _application(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
         yield
@@ -70,39 +74,32 @@ def _application(service: Service) -> Any:
     return app
 
 
-def _add_prediction(app: Any, service: PredictionService) -> None:
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
-
+def _add_prediction(app: FastAPI, service: PredictionService) -> None:
     takes = service.predictor.takes
 
     def described(*, several: bool) -> dict[str, Any]:
         return openapi.predict(takes, service.predictor.objective.Answer, several=several, example=service.example)
 
-    @app.post("/predict", **described(several=False))  # type: ignore[untyped-decorator]
+    @app.post("/predict", **described(several=False))
     async def predict(request: Request) -> JSONResponse:
         """The prediction for one input."""
         (answer,), title = await service.predict(*await inputs_of(request, takes, several=False))
         return JSONResponse({**answer, "model": title})
 
-    @app.post("/predict/batch", **described(several=True))  # type: ignore[untyped-decorator]
+    @app.post("/predict/batch", **described(several=True))
     async def predict_batch(request: Request) -> JSONResponse:
         """The same for several inputs, in their order."""
         predictions, title = await service.predict(*await inputs_of(request, takes, several=True))
         return JSONResponse({"predictions": predictions, "model": title})
 
 
-def _add_status(app: Any, service: Service) -> None:
-    from fastapi import Response
-    from fastapi.responses import JSONResponse
-    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-    @app.get("/health", **openapi.HEALTH)  # type: ignore[untyped-decorator]
+def _add_status(app: FastAPI, service: Service) -> None:
+    @app.get("/health", **openapi.HEALTH)
     async def health() -> dict[str, str]:
         """Whether the process is alive."""
         return {"status": "alive"}
 
-    @app.get("/ready", **openapi.READY)  # type: ignore[untyped-decorator]
+    @app.get("/ready", **openapi.READY)
     async def ready() -> JSONResponse:
         """Whether the model is loaded, has predicted once, and the server is not about to end."""
         if service.is_draining:
@@ -110,28 +107,25 @@ def _add_status(app: Any, service: Service) -> None:
         model = {} if service.settings.api_key else {"model": service.model.current.facts.title}
         return JSONResponse({"status": "ready", **model})
 
-    @app.get("/metrics", **openapi.METRICS)  # type: ignore[untyped-decorator]
+    @app.get("/metrics", **openapi.METRICS)
     async def metrics() -> Response:
         """Requests, latency, batch sizes and the queue, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_model(app: Any, service: Service) -> None:
-    from fastapi import Request
-    from fastapi.responses import HTMLResponse, JSONResponse
-
+def _add_model(app: FastAPI, service: Service) -> None:
     page_file = "generation_page.html" if isinstance(service, GenerationService) else "page.html"
 
-    @app.get("/info", **openapi.INFO)  # type: ignore[untyped-decorator]
+    @app.get("/info", **openapi.INFO)
     async def about() -> dict[str, Any]:
         """The model: digest, labels, metrics, recipe; the server's limits."""
         return info(service.model.current, service.settings)
 
-    @app.get("/", include_in_schema=False)  # type: ignore[untyped-decorator]
+    @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(render(f"inference/serving/{page_file}"))
 
-    @app.post("/-/reload", **openapi.RELOAD)  # type: ignore[untyped-decorator]
+    @app.post("/-/reload", **openapi.RELOAD)
     async def reload(request: Request) -> JSONResponse:
         """Load the export or run anew, without dropping a request. Only for this machine itself."""
         if not is_local(request):
@@ -144,10 +138,8 @@ def _add_model(app: Any, service: Service) -> None:
         return JSONResponse({"before": before, "model": after})
 
 
-def _add_error_handlers(app: Any, answers_at: str) -> None:
+def _add_error_handlers(app: FastAPI, answers_at: str) -> None:
     """Answer every error with one sentence, in JSON."""
-    from fastapi import Request
-    from starlette.exceptions import HTTPException
 
     async def invalid(request: Request, error: InvalidInput) -> Any:
         faults = [{"field": field, "reason": _encodable(reason)} for field, reason in error.faults]
@@ -176,10 +168,8 @@ def _add_error_handlers(app: Any, answers_at: str) -> None:
         app.add_exception_handler(kind, handler)
 
 
-def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
+def _problem(request: Request, reason: str, status: int, **more: Any) -> JSONResponse:
     """Return the response for an error; `more`: the faults as `detail`, `headers`, and the protocol's `code`."""
-    from fastapi.responses import JSONResponse
-
     headers, code = more.pop("headers", None), more.pop("code", None)
     if request.url.path.startswith(openai_routes.PREFIX):
         field = next((fault["field"] for fault in more.get("detail", [])), None)
@@ -188,7 +178,7 @@ def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
     return JSONResponse({"error": reason, **more}, status, headers)
 
 
-async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:
+async def inputs_of(request: Request, takes: str, *, several: bool) -> tuple[list[Any], str]:
     """Return the texts or files of a request, and the field that they are in. Raises InvalidInput."""
     body, media_type, name = await request.body(), media_type_of(request), takes + "s" * several
     if media_type == JSON:
@@ -201,10 +191,8 @@ async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[An
     return ([await _form_file(request)], "file") if media_type == FORM else ([body], "body")
 
 
-async def _form_file(request: Any) -> bytes:
+async def _form_file(request: Request) -> bytes:
     """Return the file of a form. Raises InvalidInput."""
-    from starlette.datastructures import UploadFile
-
     try:
         async with request.form(max_files=1, max_fields=8) as form:
             file = form.get("file")
@@ -235,7 +223,7 @@ def _encodable(reason: str) -> str:
     return reason.encode(errors="backslashreplace").decode()
 
 
-def is_local(request: Any) -> bool:
+def is_local(request: Request) -> bool:
     """Return whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
     is_direct = request.client is not None and not any(name in request.headers for name in FORWARDED)
     return is_direct and is_loopback(request.client.host)

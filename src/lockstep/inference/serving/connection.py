@@ -5,7 +5,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: TID253 (imported where the extra is there)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HEADER_BYTES = 64 << 10
 """Maximum size of a request's line and headers, of the header of a body's chunk, and of trailers."""

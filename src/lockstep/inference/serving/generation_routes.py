@@ -7,6 +7,8 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Any, Self
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field, model_validator
 
 from lockstep.data.chat_forms import Message
@@ -74,10 +76,8 @@ class GenerationRequest(Body):
         return self.prompt or ""
 
 
-def add(app: Any, service: GenerationService) -> None:
-    from fastapi import Request
-
-    @app.post("/generate", **openapi.generate(GenerationRequest, Generated, service.example))  # type: ignore[untyped-decorator]
+def add(app: FastAPI, service: GenerationService) -> None:
+    @app.post("/generate", **openapi.generate(GenerationRequest, Generated, service.example))
     async def generate(request: Request) -> Any:
         """The text that follows a prompt."""
         asked = await body_of(request, GenerationRequest)
@@ -111,8 +111,6 @@ async def respond(
 ) -> Any:
     """Answer with the whole of a completion, or with the `events` that its pieces become, the last of which says why it
     ended early (`problem` of the reason and a status). Raises Full, before a response starts."""
-    from fastapi.responses import JSONResponse, StreamingResponse
-
     if events is None:
         async for _ in pieces:
             pass
@@ -141,7 +139,7 @@ async def _stream(made: AsyncIterator[Any], problem: Callable[[str, int], dict[s
         raise
 
 
-async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
+async def body_of(request: Request, kind: type[AnyBody]) -> AnyBody:
     """Return the JSON body of a request. Raises InvalidInput, which names the fields."""
     if media_type_of(request) != JSON:
         raise InvalidInput([("content-type", f"should be {JSON}")], status=415)

@@ -10,6 +10,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
 from lockstep.inference.serving.service import ServerMetrics, Settings
 
 Message = MutableMapping[str, Any]
@@ -25,18 +29,6 @@ MAX_BODIES = 32
 BUSY = {"retry-after": "1"}
 DISCARDED_FACTOR = 4
 """A body up to this many times too large is read and discarded: the client gets a response, not a reset."""
-
-
-class Refused(Exception):
-    """A request that is answered without reaching a route."""
-
-    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(reason)
-        self.status, self.reason, self.headers = status, reason, headers or {}
-
-
-class ClientDisconnected(Exception):
-    """The client has closed its connection."""
 
 
 @dataclass
@@ -72,13 +64,13 @@ class Middleware:
         began, exchange = time.monotonic(), Exchange(receive, send)
         try:
             await self._forward(scope, exchange)
-        except Refused as refused:
-            await _refuse(refused, exchange)
-        except ClientDisconnected:
+        except HTTPException as refusal:  # the application has answered its own
+            await _refuse(refusal, exchange)
+        except ClientDisconnect:
             return
         except asyncio.CancelledError:  # by the server, at the end of drain_seconds
             if not exchange.status:
-                await _refuse(Refused(503, "the server has ended", {"connection": "close"}), exchange)
+                await _refuse(HTTPException(503, "the server has ended", {"connection": "close"}), exchange)
         finally:
             self._hold(-exchange.held, exchange)
             if exchange.status:
@@ -97,7 +89,7 @@ class Middleware:
         try:
             await asyncio.wait((work, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not exchange.status:
-                raise ClientDisconnected
+                raise ClientDisconnect
             await work
         finally:
             disconnected.cancel()
@@ -106,25 +98,25 @@ class Middleware:
                 await asyncio.wait((work,))
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for a request of another site's page in a browser on this machine; such a site's name may also
-        resolve to this machine."""
+        """Raise HTTPException for a request of another site's page in a browser on this machine; such a site's name may
+        also resolve to this machine."""
         if self._names is None:
             return
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         if host and re.sub(r":\d*$", "", host).strip("[]").lower() not in self._names:
-            raise Refused(421, f"this server is {', '.join(sorted(self._names))}: ask it by one of these names")
+            raise HTTPException(421, f"this server is {', '.join(sorted(self._names))}: ask it by one of these names")
         if origin and origin.partition("://")[2] != host and headers.get(b"sec-fetch-site") != b"same-origin":
-            raise Refused(403, "this server does not answer pages of other sites")
+            raise HTTPException(403, "this server does not answer pages of other sites")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN or path.startswith(DOCS_FILES):
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-            raise Refused(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
+            raise HTTPException(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, bytes], exchange: Exchange) -> bytes:
-        """Return the whole body. Raises Refused, or ClientDisconnected."""
+        """Return the whole body. Raises HTTPException, or ClientDisconnect."""
         length, seconds = headers.get(b"content-length", b"0"), self.settings.timeout_seconds
         if length.isdigit() and int(length) > self.settings.body_bytes * DISCARDED_FACTOR:
             raise self._too_large()
@@ -133,7 +125,7 @@ class Middleware:
                 return await self._read(exchange)
         except TimeoutError:
             reason = f"the request did not come whole within {seconds:g} s"
-            raise Refused(408, reason, {"connection": "close"}) from None
+            raise HTTPException(408, reason, {"connection": "close"}) from None
 
     async def _read(self, exchange: Exchange) -> bytes:
         limit, pieces, size = self.settings.body_bytes, list[bytes](), 0
@@ -141,7 +133,7 @@ class Middleware:
         while not is_last and size <= limit * DISCARDED_FACTOR:
             message = await exchange.receive()
             if message["type"] == "http.disconnect":
-                raise ClientDisconnected
+                raise ClientDisconnect
             piece, is_last = message.get("body", b""), not message.get("more_body")
             size += len(piece)
             is_busy = is_busy or self._held + len(piece) > limit * MAX_BODIES
@@ -154,11 +146,11 @@ class Middleware:
         if size > limit:
             raise self._too_large()
         if is_busy:
-            raise Refused(503, "too many large requests at once; try again", BUSY)
+            raise HTTPException(503, "too many large requests at once; try again", BUSY)
         return b"".join(pieces)
 
-    def _too_large(self) -> Refused:
-        return Refused(413, f"a request may have {self.settings.body_bytes:,} bytes", {"connection": "close"})
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"a request may have {self.settings.body_bytes:,} bytes", {"connection": "close"})
 
     def _hold(self, size: int, exchange: Exchange) -> None:
         """Count bytes that are in memory until their request is answered."""
@@ -187,8 +179,6 @@ def _replay(body: bytes, disconnected: "asyncio.Future[Message]") -> Receive:
     return receive
 
 
-async def _refuse(refused: Refused, exchange: Exchange) -> None:
-    from starlette.responses import JSONResponse
-
-    response = JSONResponse({"error": refused.reason}, refused.status, refused.headers)
+async def _refuse(refusal: HTTPException, exchange: Exchange) -> None:
+    response = JSONResponse({"error": refusal.detail}, refusal.status_code, refusal.headers)
     await response({"type": "http"}, exchange.receive, exchange.send)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 from urllib.parse import quote
 
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.data.chat_forms import Message
@@ -229,22 +230,20 @@ def problem(reason: str, status: int, *, field: str | None = None, code: str | N
     return {"error": {"message": reason, "type": kind, "param": field, "code": code}}
 
 
-def add(app: Any, service: GenerationService) -> None:
-    from fastapi import Request
-
-    @app.post("/v1/chat/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
+def add(app: FastAPI, service: GenerationService) -> None:
+    @app.post("/v1/chat/completions", include_in_schema=False)
     async def chat(request: Request) -> Any:
         return await _respond(service, await body_of(request, ChatRequest))
 
-    @app.post("/v1/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
+    @app.post("/v1/completions", include_in_schema=False)
     async def complete(request: Request) -> Any:
         return await _respond(service, await body_of(request, CompletionRequest))
 
-    @app.get("/v1/models", include_in_schema=False)  # type: ignore[untyped-decorator]
+    @app.get("/v1/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}", include_in_schema=False)  # type: ignore[untyped-decorator]
+    @app.get("/v1/models/{name:path}", include_in_schema=False)
     async def model(name: str) -> dict[str, Any]:
         check_name(service.model.current, name)
         return _model(service)

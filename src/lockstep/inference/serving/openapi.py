@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from fastapi import Depends
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field, create_model
 
 from lockstep.inference.serving.request_inputs import BODIES, FILE_TYPES, FORM, JSON
@@ -73,9 +75,6 @@ RELOAD: dict[str, Any] = {
 
 def about(settings: Settings) -> dict[str, Any]:
     """Return arguments of the application; with an API key, the documentation's page asks for it."""
-    from fastapi import Depends
-    from fastapi.security import HTTPBearer
-
     return {
         "summary": "Predictions for texts, images or sounds, from a model trained with Lockstep.",
         "version": "1",

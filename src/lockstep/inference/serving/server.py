@@ -10,24 +10,24 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from lockstep.base import plugins
+import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
+
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import app, openapi
+from lockstep.inference.serving.connection import Connection
 from lockstep.inference.serving.service import ServedModel, Service, Settings, StillLoading, service_of
 
 BACKLOG = 2048
 LOADING_SECONDS = 600.0
 """Time for a model to load and predict, or 20 times the time limit of a request if that is longer."""
-PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prometheus_client", "uvicorn")
-"""Packages of the extra `serve`."""
 
 
 def serve(load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]) -> None:
     """Serve the model that `load` returns until SIGTERM or SIGINT, then answer what has been accepted. SIGHUP reloads
-    it. Raises LaunchError if the port is unavailable, MissingExtra without the packages, and the errors of `load`."""
-    plugins.require("serve", *PACKAGES, what="lockstep serve")
+    it. Raises LaunchError if the port is unavailable, and the errors of `load`."""
     if settings.api_key is not None and settings.api_key.strip() != (settings.api_key or None):
         raise LaunchError(
             "the API key is empty, or begins or ends with a space, which a header cannot carry: give another, or leave "
@@ -37,7 +37,7 @@ def serve(load: Callable[[], Predictor | Generator], settings: Settings, report:
         model = _load(load, settings, report)
         service = service_of(model, settings)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
                 runner.run(_serve(service, opened, report=report))
         finally:
             service.close()  # if the application could not
@@ -69,19 +69,7 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
         yield opened
 
 
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:  # on Windows
-        return None
-    return uvloop.new_event_loop
-
-
 async def _serve(service: Service, opened: socket.socket, *, report: Callable[[str], None]) -> None:
-    import uvicorn
-
-    from lockstep.inference.serving.connection import Connection  # noqa: PLC0415 (of the extra)
-
     protocol: Any = partial(Connection, seconds=service.settings.timeout_seconds)
     config = uvicorn.Config(
         app.build(service),
@@ -104,7 +92,7 @@ async def _serve(service: Service, opened: socket.socket, *, report: Callable[[s
 
 def handle_signals(server: Any, service: Service, report: Callable[[str], None]) -> None:
     """Drain after SIGINT or SIGTERM, and end at once after the second; load the model again after SIGHUP."""
-    loop, reloads = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
 
     def end() -> None:
         if service.is_draining:
@@ -120,11 +108,7 @@ def handle_signals(server: Any, service: Service, report: Callable[[str], None])
         except LockstepError as error:
             report(f"{service.model.current.facts.title} is still served: {error}")
 
-    def start_reload() -> None:
-        reloads.add(task := loop.create_task(reload()))
-        task.add_done_callback(reloads.discard)
-
-    # not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP
-    for name, handler in {"SIGINT": end, "SIGTERM": end, "SIGHUP": start_reload}.items():
+    handlers = {"SIGINT": end, "SIGTERM": end, "SIGHUP": lambda: asyncio.run_coroutine_threadsafe(reload(), loop)}
+    for name, handler in handlers.items():  # not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, each=handler: loop.call_soon_threadsafe(each))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError, ModelError
@@ -62,8 +63,6 @@ class ServerMetrics:
     """Requests, latency, batches and the queue; in a registry of its own, as a process may hold several servers."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-
         disable_created_metrics()
         self.registry = CollectorRegistry()
         here: dict[str, Any] = {"registry": self.registry}
