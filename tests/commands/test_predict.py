@@ -31,7 +31,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.cli import _app
 from lockstep.data.collate import collate
 from lockstep.inference.export import export_facts
-from lockstep.inference.export.export_writer import ExportSamples, export
+from lockstep.inference.export.export_writer import export
 from lockstep.inference.predict import worker_pool
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput
 from lockstep.inference.trained_model import open_predictor
@@ -76,7 +76,7 @@ def exported(model, section, spec, folder, **more):
         section, spec, name="small", kind="", step=1, digest=f"{1:064}", metrics={}, recipe={"data": {"kind": "files"}}
     )
     batch = more.pop("batch")
-    export(model, folder, section=ExportSection(), facts=facts, samples=ExportSamples(first=[batch], all=list), **more)
+    export(model, folder, section=ExportSection(), facts=facts, first=[batch], every=list, **more)
     return folder
 
 

@@ -69,7 +69,8 @@ class Case:
             target,
             section=ExportSection(kind=kind, **settings),
             facts=facts,
-            samples=export_writer.ExportSamples(first=[self.batch(5), self.batch(1, seed=1)], all=self.all),
+            first=[self.batch(5), self.batch(1, seed=1)],
+            every=self.all,
             write_more=self.beside,
         )
 

@@ -20,7 +20,7 @@ from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.core.numerics.digest import digest
 from lockstep.inference.export.export_facts import facts_of
-from lockstep.inference.export.export_writer import ExportSamples, export
+from lockstep.inference.export.export_writer import export
 from lockstep.models import _cnn as cnn
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
@@ -64,8 +64,8 @@ def _write(model, config, spec, folder, first, beside=lambda _: None):
         metrics={},
         recipe={"data": {"kind": "digits"}},
     )
-    samples = ExportSamples(first=[first], all=lambda: [first])
-    export(model, folder, section=ExportSection(), facts=facts, samples=samples, write_more=beside)
+    batches = {"first": [first], "every": lambda: [first]}
+    export(model, folder, section=ExportSection(), facts=facts, **batches, write_more=beside)
     return folder
 
 

@@ -114,12 +114,9 @@ def predictor(
     tokenizer: Tokenizer | None,
     *,
     processor: Processor | None = None,
-    device: torch.device | None = None,
-    dtype: DTypeName | None = None,
+    device: torch.device,
 ) -> Predictor:
-    """Build a predictor on a device and in a dtype, by default on a GPU, if there is one, as exported. Raises
-    ModelError for a model that does not support them, or that takes neither texts nor files."""
-    forward, device = placed(facts, forward, device=device, dtype=dtype)
+    """Build a predictor of a model on a device. Raises ModelError for a model that takes neither texts nor files."""
     reader = reader_of(facts.spec, processor)
     if tokenizer is None and reader is None:
         raise ModelError(

@@ -16,7 +16,6 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
 from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest as digest_of
-from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
 from lockstep.data.preparation import Preparation
 from lockstep.data.processors import Processor, processor_of
@@ -24,7 +23,7 @@ from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.export import export_facts, export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.generator import Generator, generator
-from lockstep.inference.predictor import DTypeName, Predictor, predictor
+from lockstep.inference.predictor import DTypeName, Predictor, placed, predictor
 from lockstep.models.objectives._choice import with_objective
 from lockstep.recipe import build, recipe_trust
 from lockstep.recipe.recipe import Recipe, in_use
@@ -76,9 +75,9 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
             data.processor.save(folder)
 
     target = (to or _not_a_link(recipe.folder / recipe.export.folder)).absolute()
-    samples = export_writer.ExportSamples(first=data.first_test_batches(FIRST_BATCHES), all=batches)
+    first = data.first_test_batches(FIRST_BATCHES)
     facts = export_writer.export(
-        model, target, section=recipe.export, facts=facts, samples=samples, write_more=write_more
+        model, target, section=recipe.export, facts=facts, first=first, every=batches, write_more=write_more
     )
     return facts, target
 
@@ -108,9 +107,10 @@ def open_predictor(
     folder = resolve(path)
     opened = _read(folder, base) if export_reader.is_export(folder) else _built(*run_of(folder))
     facts, forward, tokenizer, processor = opened
+    forward, device = placed(facts, forward, device=device, dtype=dtype)
     if facts.learned.GENERATES and isinstance(tokenizer, TextTokenizer):
-        return generator(facts, forward, tokenizer, device=device, dtype=dtype)
-    return predictor(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
+        return generator(facts, forward, tokenizer, device=device)
+    return predictor(facts, forward, tokenizer, processor=processor, device=device)
 
 
 def _built(recipe: Recipe, checkpoint: Path) -> Opened:
@@ -208,7 +208,7 @@ def _model(
     check_classes(spec, manifest.numeric)
     model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
     restore_model(model, checkpoint)
-    digest = digest_of(model.state_dict())
+    digest, origin = digest_of(model.state_dict()), recipe.data.origin()
     return model.eval(), export_facts.facts_of(
         recipe.model,
         spec,
@@ -221,17 +221,9 @@ def _model(
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
         ends=_end_tokens(recipe, model, tokenizer),
-        **_about(recipe),
+        origin=origin,
+        license=recipe.export.license,
+        language=recipe.export.language or (origin.language if origin else ()),
+        base_model=recipe.export.base_model or recipe.model.base_model,
         **more,
     )
-
-
-def _about(recipe: Recipe) -> dict[str, Any]:
-    """Return facts for the model card: from the settings, else from the source and the model."""
-    origin: Origin | None = recipe.data.origin()
-    return {
-        "origin": origin,
-        "license": recipe.export.license,
-        "language": recipe.export.language or (origin.language if origin else ()),
-        "base_model": recipe.export.base_model or recipe.model.base_model,
-    }

@@ -15,9 +15,8 @@ def executable_code(recipe: Recipe) -> list[trust.Code]:
     """List the code that a run of this recipe adds: Python files, and launch settings that name programs."""
     codes = code_of_files(recipe)
     launch: Section = recipe.launch
-    values = launch.model_dump(mode="json", exclude={"kind", "nodes", "processes", "interface"})
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(launch).model_fields.items()}
-    changed = {name: value for name, value in values.items() if getattr(launch, name) != defaults[name]}
+    harmless = {"kind", "nodes", "processes", "interface"}
+    changed = launch.model_dump(mode="json", exclude=harmless, exclude_defaults=True)
     programs = {name: value for name, value in changed.items() if isinstance(value, str | list | dict)}
     if programs:
         names = ", ".join(f"launch.{name}" for name in programs)

@@ -231,40 +231,33 @@ def open_splits(
             f"the classes of the training split are {few(train.spec.labels)}, and those of the test split are "
             f"{few(test.spec.labels)}: give both the same, in the same order, also where no sample is of some"
         )
-    data, mixture = recipe.data, None
+    data, mixture, tokenizer = recipe.data, None, None
+    options: dict[str, Any] = {"publish": publish, "is_checked": is_checked}
     if isinstance(train, Joined):
         limits = {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}
         mixture = Mixture(seed=recipe.run.seed, sizes=train.sizes, **limits)
     blocks = _blocks(recipe, train)
     test = measurable(test, recipe.evaluate.limit)
-    tokenizer = None
     if recipe.model.TAKES_TOKENS and train.spec.modality == "text":
         plugin = plugins.implementation("models", recipe.model.kind)
         tokenizer = plugin.tokenizer(recipe.model, train.spec, special=data.special_tokens_in_text)
+        train, test = (with_tokens(source, data, tokenizer, **options) for source in (train, test))
+    if data.PACKS:
+        tokenizer = _packing_tokenizer(data, train)
         train, test = (
-            with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
-            for source in (train, test)
-        )
-    if recipe.data.PACKS:
-        tokenizer = _packing_tokenizer(recipe.data, train)
-        train, test = (
-            limited(
-                packed(source, recipe.data, tokenizer, split=split, publish=publish, is_checked=is_checked),
-                recipe.data,
-                split,
-            )
+            limited(packed(source, data, tokenizer, split=split, **options), data, split)
             for split, source in (("train", train), ("test", test))
         )
-    names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
-    skips, excluded = recipe.data.skips, excluded_samples(recipe.data.exclude, train)
-    faults = {split: Faults(name=name, split=split, skips=skips) for split, name in names.items()}
+    names = {"train": f"the training split of data.kind={data.kind}", "test": "the test split"}
+    excluded = excluded_samples(data.exclude, train)
+    faults = {split: Faults(name=name, split=split, skips=data.skips) for split, name in names.items()}
     faults["train"].excluded = frozenset(excluded.tolist())
     return Splits(
         recipe=recipe,
-        train=augmented(train, recipe.data, recipe.run.seed),
+        train=augmented(train, data, recipe.run.seed),
         test=test,
         tokenizer=tokenizer,
-        processor=processor_of(recipe.data),
+        processor=processor_of(data),
         faults=faults,
         mixture=mixture,
         blocks=blocks,

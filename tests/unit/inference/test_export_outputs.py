@@ -87,9 +87,9 @@ def test_what_is_called_logits_is_predicted(tmp_path, form):
     folder = tmp_path / "export"
     if form == "tuple":
         with pytest.raises(ModelError, match="return them as one tensor, or as `logits` among several"):
-            predictor(export_facts.read(folder), forward_of(folder), None)
+            predictor(export_facts.read(folder), forward_of(folder), None, device=torch.device("cpu"))
     else:
-        found = predictor(export_facts.read(folder), forward_of(folder), None)
+        found = predictor(export_facts.read(folder), forward_of(folder), None, device=torch.device("cpu"))
         assert torch.equal(found.outputs([*batch["image"].numpy()]), logits_of(case.logits(batch)))
 
 

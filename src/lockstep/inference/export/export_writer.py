@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -29,31 +28,23 @@ EVALUATION_FILES = ("evaluation.json", "evaluation.html", "confusion.svg")
 """Files of `lockstep evaluate` in the export's folder: outdated after another export."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportSamples:
-    """Samples of the test split."""
-
-    first: Sequence[Batch]
-    """A batch that a graph may be traced with, and batches of other sizes."""
-    all: Callable[[], Iterable[Batch]]
-    """The whole split."""
-
-
 def export(
     model: Model,
     target: Path,
     *,
     section: ExportSection,
     facts: ExportFacts,
-    samples: ExportSamples,
+    first: Sequence[Batch],
+    every: Callable[[], Iterable[Batch]],
     write_more: Callable[[Path], None] = lambda _: None,
 ) -> ExportFacts:
     """Write a model into the folder `target` -> its facts. `write_more` adds files, such as a tokenizer's.
 
     The folder appears, or changes, only if the export, read back, gives the same outputs up to rounding, and the same
-    weights bit for bit unless it is a graph. For reduced weights, the facts hold the differences on the whole test
-    split. Raises ConfigError for a dtype that the format cannot hold, ModelError when the outputs differ or the target
-    cannot be written.
+    weights bit for bit unless it is a graph. It is compared on the `first` batches of the test split, of several sizes,
+    with whose first a graph is traced; reduced weights on `every` batch, and the facts hold the differences. Raises
+    ConfigError for a dtype that the format cannot hold, ModelError when the outputs differ or the target cannot be
+    written.
     """
     check(section)
     target = Path(os.path.realpath(target))  # a link to a folder elsewhere stays one
@@ -62,15 +53,15 @@ def export(
             "kind": section.kind,
             "dtype": section.dtype,
             "file": file_of(section),
-            "inputs": tuple(_graph.inputs_of(samples.first[0], facts.learned.TARGETS)),
-            "outputs": _graph.names_of(model, samples.first[0]),
+            "inputs": tuple(_graph.inputs_of(first[0], facts.learned.TARGETS)),
+            "outputs": _graph.names_of(model, first[0]),
         }
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target), _replacing(target) as (temporary, previous):
             write_more(temporary)
-            return _write(model, temporary, facts=_with_calibration(facts, previous), samples=samples)
+            return _write(model, temporary, facts=_with_calibration(facts, previous), first=first, every=every)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the export to {target}: {error}; name another folder with --to") from error
 
@@ -165,7 +156,9 @@ def _copy(source: Path | str, to: Path | str, *, follow_symlinks: bool = True) -
         storage.sync(Path(to))
 
 
-def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSamples) -> ExportFacts:
+def _write(
+    model: Model, folder: Path, *, facts: ExportFacts, first: Sequence[Batch], every: Callable[[], Iterable[Batch]]
+) -> ExportFacts:
     """Write weights, facts and card, and compare with the model as it was trained -> the complete facts."""
     is_reduced = facts.dtype != "fp32"
     if is_adapter := facts.kind == "adapter":
@@ -173,10 +166,10 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
         beside = {"base": base, "base_digest": base_digest(model), "base_settings": base_settings(model)}
         facts = facts.model_copy(update=beside)
     written = _reduce(model if is_adapter else merged(model), facts.dtype)
-    plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
+    plugins.find(FORMATS, facts.kind).write(written, folder, batch=first[0], facts=facts)
     try:
         again = _read_back(folder, facts)
-        agreement = round_trip.compare(model, again, samples.all() if is_reduced else samples.first)
+        agreement = round_trip.compare(model, again, every() if is_reduced else first)
     except ModelError as error:
         hints = [DTYPE_HINT.format(dtype=facts.dtype)] if is_reduced else []
         hints += [round_trip.FRESH_HINT] if "file" in facts.model and not is_reduced else []
@@ -190,7 +183,7 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     facts = facts.model_copy(update={"agreement": agreement, "files": (*files, FILE, model_card.FILE)})
     export_facts.write(facts, folder)
     if "file" in facts.model:
-        round_trip.check_elsewhere(folder, again, samples.first[0])
+        round_trip.check_elsewhere(folder, again, first[0])
     storage.write(folder / model_card.FILE, model_card.text(facts))
     return facts
 

@@ -20,7 +20,7 @@ from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.decoding import KEPT, caches_well, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
-from lockstep.inference.predictor import DTypeName, placed, use_errors, valid_text
+from lockstep.inference.predictor import use_errors, valid_text
 
 CONTEXT = 256
 """Context of a model whose number of tokens in training is unknown."""
@@ -220,16 +220,8 @@ def _stable_text(text: str, stop: Sequence[str]) -> str:
     return text[: len(text) - max(held, default=0)]
 
 
-def generator(
-    facts: ExportFacts,
-    forward: Forward,
-    tokenizer: TextTokenizer,
-    *,
-    device: torch.device | None = None,
-    dtype: DTypeName | None = None,
-) -> Generator:
-    """Build a generator on a device, in a dtype, by default as `placed` does. Raises ModelError if the model fails."""
-    forward, device = placed(facts, forward, device=device, dtype=dtype)
+def generator(facts: ExportFacts, forward: Forward, tokenizer: TextTokenizer, *, device: torch.device) -> Generator:
+    """Build a generator of a model on a device. Raises ModelError if the model fails."""
     context = int(facts.recipe.get("data", {}).get("context", CONTEXT))
     if isinstance(forward, Model) and not facts.model.get("from_config"):  # others know no positions beyond it
         context = forward.longest or context

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -267,15 +267,10 @@ class InputScan:
 
     def read_again(self) -> Iterator[tuple[Chunk, pa.Table]]:
         """Yield each chunk with its rows in the common schema. Raises DataError if the input changed since the scan."""
-        change = DataError(f"{self.input.path} was changed while it was read: give the same command again")
-        expected = iter(self.chunks)
-        for number, table in enumerate(self.input.chunks()):
-            chunk = _chunk(self.input, number, table)
-            if chunk != next(expected, None):
-                raise change
+        for number, (chunk, table) in enumerate(zip_longest(self.chunks, self.input.chunks())):
+            if table is None or chunk != _chunk(self.input, number, table):
+                raise DataError(f"{self.input.path} was changed while it was read: give the same command again")
             yield chunk, concatenated([self.schema.empty_table(), table])
-        if next(expected, None) is not None:
-            raise change
 
 
 def scan_input(source: PredictionInput, check: Callable[[pa.Table], None] = lambda _: None) -> InputScan:

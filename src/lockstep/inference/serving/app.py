@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import UploadFile
@@ -94,12 +94,12 @@ def _add_prediction(app: FastAPI, service: PredictionService) -> None:
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
-    @app.get("/health", **openapi.HEALTH)
+    @app.get("/health", tags=[openapi.SERVER])
     async def health() -> dict[str, str]:
         """Whether the process is alive."""
         return {"status": "alive"}
 
-    @app.get("/ready", **openapi.READY)
+    @app.get("/ready", tags=[openapi.SERVER], responses=openapi.READY)
     async def ready() -> JSONResponse:
         """Whether the model is loaded, has predicted once, and the server is not about to end."""
         if service.is_draining:
@@ -107,7 +107,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         model = {} if service.settings.api_key else {"model": service.model.current.facts.title}
         return JSONResponse({"status": "ready", **model})
 
-    @app.get("/metrics", **openapi.METRICS)
+    @app.get("/metrics", tags=[openapi.SERVER], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Requests, latency, batch sizes and the queue, for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -116,7 +116,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 def _add_model(app: FastAPI, service: Service) -> None:
     page_file = "generation_page.html" if isinstance(service, GenerationService) else "page.html"
 
-    @app.get("/info", **openapi.INFO)
+    @app.get("/info", tags=[openapi.MODEL])
     async def about() -> dict[str, Any]:
         """The model: digest, labels, metrics, recipe; the server's limits."""
         return info(service.model.current, service.settings)
@@ -125,7 +125,7 @@ def _add_model(app: FastAPI, service: Service) -> None:
     async def page() -> HTMLResponse:
         return HTMLResponse(render(f"inference/serving/{page_file}"))
 
-    @app.post("/-/reload", **openapi.RELOAD)
+    @app.post("/-/reload", tags=[openapi.MODEL], responses=openapi.RELOAD)
     async def reload(request: Request) -> JSONResponse:
         """Load the export or run anew, without dropping a request. Only for this machine itself."""
         if not is_local(request):

@@ -59,18 +59,12 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 }
 PREDICTING, MODEL, SERVER = "predict", "model", "server"
 """Tags: how /docs groups the routes."""
-HEALTH: dict[str, Any] = {"tags": [SERVER]}
-READY: dict[str, Any] = {"tags": [SERVER], "responses": {503: _problem("The server is shutting down.")}}
-TEXT = {"text/plain": {"schema": {"type": "string"}}}
-METRICS: dict[str, Any] = {"tags": [SERVER], "responses": {200: {"content": TEXT}}}
-INFO: dict[str, Any] = {"tags": [MODEL]}
-RELOAD: dict[str, Any] = {
-    "tags": [MODEL],
-    "responses": {
-        403: _problem("The request comes from another machine."),
-        409: _problem("The model cannot be loaded; the previous one is still served."),
-    },
+READY: dict[int | str, dict[str, Any]] = {503: _problem("The server is shutting down.")}
+RELOAD: dict[int | str, dict[str, Any]] = {
+    403: _problem("The request comes from another machine."),
+    409: _problem("The model cannot be loaded; the previous one is still served."),
 }
+"""Responses of these routes alone."""
 
 
 def about(settings: Settings) -> dict[str, Any]:
