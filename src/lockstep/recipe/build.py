@@ -175,10 +175,7 @@ def token_flops(model: Model, context: int) -> int:
 def distribute(
     recipe: Recipe, model: Model, sample: Callable[[], Batch], *, total_steps: int, device: torch.device
 ) -> TrainState:
-    """Place a model by the recipe's strategy, and build its optimizer and the rest of the training state.
-
-    `sample` loads a batch like those of training.
-    """
+    """Place a model by the recipe's strategy, and build the rest of the training state; `sample` loads some batch."""
     if recipe.model.PRETRAINED:
         freeze_unreached(model, sample)
     randomness = Randomness(seed_of(recipe.run.seed, "training"))

@@ -105,10 +105,8 @@ class Components:
         )
 
     def evaluate(self, notice: Callable[[int, int], None] = lambda _done, _total: None) -> Evaluation:
-        """Measure the current model on the test split, or the part of it that evaluate.limit names.
-
-        `notice` is called with the number of micro-batches that are measured, and of all.
-        """
+        """Measure the current model on the test split, or the part of it that evaluate.limit names; `notice` is called
+        with the number of micro-batches that are measured, and of all."""
         data, limit = self.data, self.recipe.evaluate.limit
         return evaluate_source(
             self.recipe,
@@ -120,11 +118,8 @@ class Components:
         )
 
     def try_evaluation(self) -> None:
-        """Evaluate one micro-batch before training starts, so that errors of an evaluation come early.
-
-        Raises, on all ranks, what an evaluation would, and ConfigError where a setting names a metric that is not
-        measured.
-        """
+        """Evaluate one micro-batch before training starts. Raises, on all ranks, what an evaluation would, and
+        ConfigError where a setting names a metric that is not measured."""
         with raise_on_all_ranks():
             requests = evaluation_requests(self.recipe, self.data.test, World())
             first = next(iter(self.data.test_loader(requests, self.device)))
@@ -207,10 +202,8 @@ class Components:
         return check.findings(micro_batch, again=again)
 
     def digests(self, *, is_collective: bool) -> dict[str, str | None]:
-        """Return digests of weights and buffers as they are used and, with a moving average, of those being trained.
-
-        Without collectives a digest is None where this rank does not hold all weights.
-        """
+        """Return digests of weights and buffers as they are used and, with a moving average, of those being trained;
+        without collectives, None where this rank does not hold all weights."""
         tensors = self.state.tensors()
         digests = {"digest": {name: tensors[source] for name, source in self.state.used().items()}}
         if self.state.ema:

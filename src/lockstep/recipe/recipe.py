@@ -222,10 +222,8 @@ def metric_names(recipe: Recipe) -> list[str]:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a config file. Raises ConfigError, with a line per mistake.
-
-    The recipe.yaml of a run stands for the run folder it is in, even if that folder has been moved since.
-    """
+    """Read a config file. Raises ConfigError, with a line per mistake. The recipe.yaml of a run stands for the folder
+    that it is in, even if that has been moved since."""
     if path.name == "recipe.yaml" and (path.parent / "checkpoints").is_dir():
         overrides = [*run_folder_overrides(path.absolute().parent), *overrides]
     return _with_defaults(config.load(Recipe, path, overrides, check=contradictions))
@@ -349,10 +347,8 @@ def tasks() -> list[str]:
 
 
 def starter(task: str, code: Path = Path("user.py")) -> Recipe:
-    """Return a starting recipe: for a data source, with a model and settings that suit it; for a model, with its data.
-
-    `code` is the user's Python file, for a source that has a template of one. Raises ConfigError for an unknown task.
-    """
+    """Return a recipe to start from, of a data source or a model, with what suits it; `code` is the user's Python file,
+    for a source that has a template of one. Raises ConfigError for an unknown task."""
     source = _source_of(task)
     module = plugins.find("data.sources", source)
     own = module.Config.STARTER

@@ -41,9 +41,7 @@ def is_run(path: Path) -> bool:
 
 def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
     """Resolve a run's folder, its `checkpoints` folder, or a checkpoint -> recipe, `checkpoints` folder, checkpoint.
-
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     root, checkpoint = _checkpoints_folder(path)
     if not (root.parent / RECIPE).is_file():
         what = absence(path, f"there is no {RECIPE} in it")
@@ -75,10 +73,8 @@ def _checkpoints_folder(path: Path) -> tuple[Path, Path | None]:
 
 
 def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:
-    """Resolve a path -> the run's recipe and a checkpoint: the named one, else the best, else the newest.
-
-    Raises ConfigError, CheckpointError.
-    """
+    """Resolve a path -> the run's recipe and a checkpoint: the named one, else the best, else the newest. Raises
+    ConfigError, CheckpointError."""
     recipe, root, checkpoint = locate(path, overrides)
     checkpoint = checkpoint or retention.chosen(root, recipe.checkpoint)
     if checkpoint is None:

@@ -220,10 +220,7 @@ class Splits:
 def open_splits(
     recipe: Recipe, *, publish: Callable[[object], None] = lambda _: None, is_checked: bool = False
 ) -> Splits:
-    """Open both splits, and tokenize what is not tokenized yet. Raises DataError.
-
-    `is_checked` verifies every byte of tokens made before.
-    """
+    """Open both splits, and tokenize what is not yet; `is_checked` verifies tokens made before. Raises DataError."""
     publish = _once(publish)
     train, test = (open_source(recipe.data, split, publish=publish) for split in ("train", "test"))
     if train.spec.labels and test.spec.labels and train.spec.labels != test.spec.labels:

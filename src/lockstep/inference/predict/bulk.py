@@ -35,11 +35,8 @@ from lockstep.observe import progress_bar
 
 
 def predict(options: PredictOptions, console: Console) -> None:
-    """Predict every row of the input, and write the output when all are done.
-
-    Raises UserError for what cannot be read, used or written, before anything is predicted where that can be known;
-    PeerLost if processes die repeatedly; Interrupted after Ctrl-C or SIGTERM. The same command then resumes.
-    """
+    """Predict every row of the input, and write the output when all are done. Raises UserError, early where it can be
+    known; PeerLost if processes die repeatedly; Interrupted after Ctrl-C or SIGTERM. The same command then resumes."""
     if remote_path.is_url(str(options.out)):
         raise DataError(f"--out {options.out} is a URL: write to a file on this machine, and copy that")
     output_files.writer_of(options.out)

@@ -38,11 +38,8 @@ def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) ->
 
 
 def rebuilt(facts: ExportFacts, folder: Path) -> Model:
-    """Build the untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32.
-
-    Raises ModelError for one that is larger than the file of its weights, before memory is allocated for it: settings
-    may come from untrusted users.
-    """
+    """Build the untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32. Raises
+    ModelError for one larger than the file of its weights, before it takes memory: settings may be untrusted."""
     plugin, section = section_of(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
 
