@@ -98,16 +98,8 @@ class Recipe(Section):
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
     """List settings that are valid one by one but not together."""
-    return [
-        *_length(recipe),
-        *_modality(recipe),
-        *_processor(recipe),
-        *_parallelism(recipe),
-        *_recheck(recipe),
-        *_unknown_metrics(recipe),
-        *_optimizer(recipe),
-        *_adapter(recipe),
-    ]
+    checks = (_length, _modality, _processor, _parallelism, _recheck, _unknown_metrics, _optimizer, _adapter)
+    return [complaint for check in checks for complaint in check(recipe)]
 
 
 def _length(recipe: Recipe) -> Iterator[Complaint]:
@@ -203,15 +195,13 @@ def _adapter(recipe: Recipe) -> Iterator[Complaint]:
         yield ("export", "kind"), "adapter writes an adapter alone, but the model has none: set model.adapter={rank: 8}"
 
 
-def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
-    """List metrics that decide something but are not measured; a model of the user's may measure any."""
+def _unknown_metrics(recipe: Recipe) -> Iterator[Complaint]:
+    """Check metrics that decide something; a model of the user's may measure any."""
     settings = {("checkpoint", "best"): recipe.checkpoint.best, ("train", "stop_metric"): recipe.train.stop_metric}
     known = metric_names(recipe)
-    return [
-        (path, f"there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
-        for path, name in settings.items()
-        if name is not None and name not in known and recipe.model.code is None
-    ]
+    for path, name in settings.items():
+        if name is not None and name not in known and recipe.model.code is None:
+            yield path, f"there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})"
 
 
 def metric_names(recipe: Recipe) -> list[str]:

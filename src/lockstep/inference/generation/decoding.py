@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.base.model_contracts import Cache, Forward, Model
 from lockstep.core.modules.outputs import logits_of
@@ -63,18 +64,14 @@ class CachedDecoding(RecomputedDecoding):
 
     def join(self, prompts: Sequence[list[int]]) -> None:
         self.rows += [[*prompt] for prompt in prompts]
-        length = max(map(len, prompts))
-        tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
-        mask = torch.zeros(len(prompts), length, dtype=torch.bool)
-        for number, prompt in enumerate(prompts):
-            tokens[number, length - len(prompt) :] = torch.tensor(prompt)
-            mask[number, length - len(prompt) :] = True
-        mask = mask.to(self.device)
-        logits, cache = self.model.decode(tokens.to(self.device), mask, None)
+        rows = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+        tokens = pad_sequence(rows, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row).bool() for row in rows], batch_first=True, padding_side="left")
+        logits, cache = self.model.decode(tokens, mask, None)
         if not len(self.mask):
             self.mask, self.logits, self.cache = mask, logits, cache
             return
-        longest = max(self.mask.shape[1], length)
+        longest = max(self.mask.shape[1], mask.shape[1])
         self.cache = [
             (_concatenate(keys, new_keys, longest), _concatenate(values, new_values, longest))
             for (keys, values), (new_keys, new_values) in zip(self.cache, cache, strict=True)

@@ -62,7 +62,9 @@ def _application(service: Service) -> FastAPI:
 
     name = html.escape(service.model.current.facts.name)  # FastAPI does not escape it
     title = "Lockstep" if service.settings.api_key else f"Lockstep: {name}"
-    app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
+    handlers = _error_handlers("/generate" if isinstance(service, GenerationService) else "/predict")
+    about = openapi.about(service.settings)
+    app = FastAPIOffline(title=title, lifespan=lifespan, exception_handlers=handlers, **about)
     if isinstance(service, GenerationService):
         generation_routes.add(app, service)
         openai_routes.add(app, service)
@@ -70,7 +72,6 @@ def _application(service: Service) -> FastAPI:
         _add_prediction(app, service)
     _add_status(app, service)
     _add_model(app, service)
-    _add_error_handlers(app, "/generate" if isinstance(service, GenerationService) else "/predict")
     return app
 
 
@@ -138,8 +139,8 @@ def _add_model(app: FastAPI, service: Service) -> None:
         return JSONResponse({"before": before, "model": after})
 
 
-def _add_error_handlers(app: FastAPI, answers_at: str) -> None:
-    """Answer every error with one sentence, in JSON."""
+def _error_handlers(answers_at: str) -> dict[type[Exception], Any]:
+    """Return what answers each error, with one sentence, in JSON."""
 
     async def invalid(request: Request, error: InvalidInput) -> Any:
         faults = [{"field": field, "reason": _encodable(reason)} for field, reason in error.faults]
@@ -157,15 +158,13 @@ def _add_error_handlers(app: FastAPI, answers_at: str) -> None:
 
         return answered
 
-    handlers = {
+    return {
         InvalidInput: invalid,
         HTTPException: refused,
         Full: answer("too many requests wait; try again", 503, BUSY),
         TimeoutError: answer("the answer took too long; try again", 504),
         Exception: answer(generation_routes.FAILED, 500),
     }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
 
 
 def _problem(request: Request, reason: str, status: int, **more: Any) -> JSONResponse:
