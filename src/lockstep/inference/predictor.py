@@ -45,7 +45,6 @@ class Predictor:
     device: torch.device
     objective: PredictingObjective
     preparation: Preparation | None = None
-    """The user's preparation of texts."""
     bears_padding: bool = True
     """Whether texts of different lengths can be read together."""
 

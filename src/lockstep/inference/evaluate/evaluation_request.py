@@ -8,8 +8,6 @@ SPLITS = ["test", "train"]
 
 
 class EvaluateOptions(BaseModel):
-    """Options of `lockstep evaluate`."""
-
     model_config = ConfigDict(frozen=True)
 
     split: str = "test"

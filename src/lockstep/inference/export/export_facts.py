@@ -106,12 +106,10 @@ class ExportFacts(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: Text
-    """Name of the run."""
     kind: Text
     """Format of the export; "checkpoint" for a model that was not exported."""
     dtype: DType = "fp32"
     file: FileName = ""
-    """File of the weights."""
     files: tuple[FileName, ...] = ()
     """All files of the export; others in its folder belong to the user."""
     model: dict[str, Any]

@@ -76,7 +76,6 @@ class Generator:
     context: int
     """T: maximum number of tokens that the model reads at once, including those of a prompt."""
     caches: bool = True
-    """Whether keys and values can be cached."""
 
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
         """Begin a completion of a text, or of a chat.
@@ -106,7 +105,6 @@ class Generator:
         return Completion(prompt=tokens or [self.tokenizer.pad_id], sampling=sampling, is_truncated=is_long)
 
     def result(self, completion: Completion) -> Generated:
-        """Return the result of a completion that has ended."""
         return Generated(
             text=completion.text,
             finish=completion.finish,
@@ -119,7 +117,6 @@ class Generator:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it was trained on chats."""
         return isinstance(self.tokenizer, ChatTokenizer)
 
     @property
@@ -155,8 +152,6 @@ class Generator:
 
 
 class GeneratedBatch:
-    """Completions that a model generates together."""
-
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.rows: list[Completion] = []

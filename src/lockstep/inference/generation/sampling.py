@@ -16,8 +16,6 @@ LEAST_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of a completion."""
-
     max_tokens: int = 128
     temperature: float = 0.8
     """Divisor of the logits; 0 takes the most probable token."""

@@ -39,8 +39,6 @@ occur in any other process, too."""
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Arguments of `lockstep predict`."""
-
     model: Path
     """An export, a run or a checkpoint."""
     input: Path
@@ -48,7 +46,6 @@ class PredictOptions:
     text_column: str | None = None
     """Column of the texts; by default that of the training."""
     prefix: str = ""
-    """Prefix of the new columns' names."""
     has_probabilities: bool = False
     """Whether to add a column for each class."""
     sampling: Sampling = Sampling(max_tokens=64, temperature=0, truncate=True)
@@ -88,8 +85,6 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTask:
-    """Arguments of a worker at its start."""
-
     options: PredictOptions
     model: Path
     """Folder of an export or a checkpoint."""
@@ -99,12 +94,10 @@ class ChunkTask:
     has_chats: bool
     has_files: bool
     output: Path
-    """Folder that predictions are written to."""
     trust: tuple[str, ...] = field(default_factory=trust.arguments)
 
 
 def run_worker(task: ChunkTask, pipe: Connection) -> None:
-    """Main function of a worker process."""
     end_with_parent("SIGKILL")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent handles it
     try:

@@ -258,7 +258,6 @@ class Chunk:
 class InputScan:
     input: PredictionInput
     schema: pa.Schema
-    """Schema common to all chunks."""
     chunks: Sequence[Chunk]
 
     @property

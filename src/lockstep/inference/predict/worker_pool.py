@@ -34,7 +34,6 @@ class Worker:
     process: Any
     pipe: Connection
     is_open: bool = False
-    """Whether it has loaded the model."""
     request: Request | None = None
     rows: int = 0
     """Number of rows predicted of its current chunk."""

@@ -44,7 +44,6 @@ class Queue(Generic[Waiting]):
 
     @property
     def depth(self) -> int:
-        """Number of those that wait."""
         return len(self._waiting)
 
     def _admit(self, given: Sequence[Waiting]) -> None:
@@ -56,8 +55,6 @@ class Queue(Generic[Waiting]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Item:
-    """An input in the queue."""
-
     predictor: Predictor
     """Model that it was encoded for; a reload may replace it meanwhile."""
     sample: Sample

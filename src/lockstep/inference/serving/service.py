@@ -208,8 +208,6 @@ class Service:
 
 
 class PredictionService(Service):
-    """Predicts texts, images or sounds."""
-
     batcher: Batcher
 
     def start(self) -> None:
@@ -249,8 +247,6 @@ class PredictionService(Service):
 
 
 class GenerationService(Service):
-    """Completes texts."""
-
     batcher: GenerationBatcher
 
     def start(self) -> None:
