@@ -277,11 +277,8 @@ def begun(recipe: Recipe, path: Path) -> Recipe:
 
 
 def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dict[str, Any]:
-    """Return every setting and fact that can change a bit of the weights, by dotted name.
-
-    Not in it: the world size, and how often a run logs, saves and evaluates. Of the strategy, only what it names
-    itself (StrategySection.numeric).
-    """
+    """Return every setting and fact that can change a bit of the weights, by dotted name: not the world size, nor how
+    often a run logs, saves and evaluates; of the strategy, what it names itself (StrategySection.numeric)."""
     total = {"train.epochs", "train.steps"} if recipe.schedule.is_open_ended else set()
     numeric: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
     numeric |= {f"parallel.{name}": value for name, value in recipe.parallel.numeric(processes).items()}

@@ -38,11 +38,9 @@ class WarmStart:
 
 
 def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> WarmStart:
-    """Copy the weights and buffers at a path that have a name and a shape of the model's; report the others, and where
-    the path was trained on other classes than these.
-
-    Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
-    """
+    """Copy the weights and buffers at a path that have a name and a shape of the model's, whatever the prefixes of
+    wrappers, such as "module."; report the others, and where the path was trained on other classes than these. Raises
+    ConfigError where there are no weights, or none fits."""
     found, own = _read(path), model.state_dict()
     is_adapter = (here(path) / ADAPTER).is_file()
     found = dict(model.renamed(found)) if isinstance(model, Model) else found

@@ -23,11 +23,8 @@ def ece(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> float:
 
 
 def fitted(logits: Tensor, labels: Tensor) -> Calibration:
-    """Fit the temperature with the lowest cross-entropy on one half of the samples, which a hash of their indices
-    selects, and measure it on the other. Raises ModelError if a half is empty.
-
-    Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
-    """
+    """Fit the temperature with the lowest cross-entropy on one half of the samples, and measure it on the other (C. Guo
+    et al., On Calibration of Modern Neural Networks, ICML 2017). Raises ModelError if a half is empty."""
     first = half(len(labels))
     if first.all() or not first.any():
         raise ModelError("--calibrate needs more samples")

@@ -80,10 +80,7 @@ def judge(agreement: RoundTrip) -> None:
 
 def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:
     """Compare parameters and buffers bit for bit -> False if a graph was read back, which has none. Raises ModelError.
-
-    Buffers that are not saved are computed anew: in fp32, so that they may differ with reduced weights, or in the dtype
-    that their class wants, such as bf16 in RecurrentGemma.
-    """
+    Buffers that are not saved are computed anew: in fp32, or in the dtype that their class wants (RecurrentGemma)."""
     if not isinstance(again, nn.Module):
         return False
     if is_reduced:

@@ -78,12 +78,9 @@ class Generator:
     caches: bool = True
 
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
-        """Begin a completion of a text, or of a chat.
-
-        A chat model takes a text as a message of the user, unless `sampling.is_raw`. Raises DataError for a text that
-        cannot be encoded, LongPrompt for one longer than the context without `sampling.truncate`, and DataError for a
-        chat if this is no chat model.
-        """
+        """Begin a completion of a text, or of a chat. A chat model takes a text as a message of the user, unless
+        `sampling.is_raw`. Raises DataError for a text that cannot be encoded, and for a chat if this is no chat model;
+        LongPrompt for one longer than the context without `sampling.truncate`."""
         if not isinstance(prompt, str) and not self.is_chat:
             raise DataError("this model has not learned chats: give a prompt")
         if isinstance(self.tokenizer, ChatTokenizer) and not (sampling.is_raw and isinstance(prompt, str)):

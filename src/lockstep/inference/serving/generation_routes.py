@@ -94,11 +94,7 @@ def add(app: FastAPI, service: GenerationService) -> None:
             yield generator.result(completion).model_dump(exclude={"text"})
 
         found = service.pieces(generator, [completion])
-        return await respond(found, whole, events if asked.stream else None, problem=_problem)
-
-
-def _problem(reason: str, status: int) -> dict[str, Any]:
-    return {"error": reason}
+        return await respond(found, whole, events if asked.stream else None, problem=lambda why, _: {"error": why})
 
 
 async def respond(

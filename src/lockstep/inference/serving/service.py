@@ -127,10 +127,7 @@ class ServedModel:
 
     async def reload(self) -> tuple[str, str]:
         """Load the model again, then replace the current one -> the titles before and after. Raises LockstepError.
-
-        Requests continue meanwhile, and those that were encoded for the old model are answered by it. Cancelling the
-        caller does not cancel the reload.
-        """
+        Requests that were encoded for the old model are answered by it. Cancelling the caller does not cancel this."""
         task = asyncio.ensure_future(self._reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
