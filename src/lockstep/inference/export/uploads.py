@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,7 @@ def to_hub(name: str, *, is_space: bool, is_private: bool) -> Upload:
     if not hub_answers():
         raise HubError(f"{constants.ENDPOINT} does not answer: check the network, and HF_ENDPOINT if it is set")
 
-    def upload(folder: Path, facts: ExportFacts) -> str:
-        kind = "space" if is_space else "model"
-        with _hub_errors(name, folder):
-            return _upload(folder, facts, name=name, kind=kind, is_private=is_private)
-
-    return upload
+    return partial(_upload, name=name, kind="space" if is_space else "model", is_private=is_private)
 
 
 def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_private: bool) -> str:
@@ -71,22 +67,18 @@ def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_privat
 
     api = HfApi(library_name="lockstep")
     sdk = "docker" if kind == "space" else None
-    url = api.create_repo(name, repo_type=kind, private=is_private or None, space_sdk=sdk, exist_ok=True)
-    if is_private and not api.repo_info(name, repo_type=kind).private:
-        raise HubError(f"{url} is there already, and public: make it private in its settings, or give another name")
-    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    names = [*filter_repo_objects(files, ignore_patterns=DEFAULT_IGNORE_PATTERNS)]
-    gone = _previous_files(api, name, kind) - set(names)
-    api.create_commit(
-        name,
-        [
-            *(CommitOperationAdd(each, folder / each) for each in names),
-            *(CommitOperationDelete(each, is_folder=False) for each in sorted(gone)),
-        ],
-        repo_type=kind,
-        commit_message=f"{facts.name}, step {facts.step}, digest {facts.digest}",
-    )
-    return str(url)
+    with _hub_errors(name, folder):
+        url = api.create_repo(name, repo_type=kind, private=is_private or None, space_sdk=sdk, exist_ok=True)
+        if is_private and not api.repo_info(name, repo_type=kind).private:
+            raise HubError(f"{url} is there already, and public: make it private in its settings, or give another name")
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        names = [*filter_repo_objects(files, ignore_patterns=DEFAULT_IGNORE_PATTERNS)]
+        gone = sorted(_previous_files(api, name, kind).difference(names))
+        added = (CommitOperationAdd(each, folder / each) for each in names)
+        removed = (CommitOperationDelete(each, is_folder=False) for each in gone)
+        message = f"{facts.name}, step {facts.step}, digest {facts.digest}"
+        api.create_commit(name, [*added, *removed], repo_type=kind, commit_message=message)
+        return str(url)
 
 
 def _previous_files(api: "HfApi", name: str, kind: str) -> set[str]:

@@ -28,7 +28,7 @@ UNFINISHED = "\ufffd"
 """Replacement of an incomplete character at the end of decoded bytes."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Completion:
     """A completion that is being generated."""
 
@@ -162,7 +162,7 @@ class GeneratedBatch:
 
     def drop(self, completions: Sequence[Completion]) -> None:
         """Remove completions before their end."""
-        self._keep([number for number, row in enumerate(self.rows) if not any(row is each for each in completions)])
+        self._keep([number for number, row in enumerate(self.rows) if row not in completions])
 
     def step(self) -> None:
         """Add a token to each, and drop those that have ended. Raises ModelError for logits that are not finite."""

@@ -58,7 +58,6 @@ def predict(options: PredictOptions, console: Console) -> None:
         model=model,
         device=torch.device(options.device),
         column=source.column,
-        has_chats=source.has_chats,
         has_files=source.modality != "text",
         output=files.folder,
     )

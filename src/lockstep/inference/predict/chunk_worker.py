@@ -90,8 +90,7 @@ class ChunkTask:
     """Folder of an export or a checkpoint."""
     device: torch.device
     column: str
-    """Column of texts, of chats as JSON, or of files' paths."""
-    has_chats: bool
+    """Column of texts, of files' paths, or CHAT."""
     has_files: bool
     output: Path
     trust: tuple[str, ...] = field(default_factory=trust.arguments)
@@ -169,7 +168,7 @@ class ChunkModel:
     def _completion(self, generator: Generator, value: str, row: int) -> Completion:
         """Begin the completion of a row. Raises DataError."""
         sampling = self.task.options.sampling
-        chat: dict[str, Any] = json.loads(value) if self.task.has_chats else {"messages": value, "tools": None}
+        chat: dict[str, Any] = json.loads(value) if self.task.column == CHAT else {"messages": value, "tools": None}
         try:
             return generator.completion(
                 chat["messages"], replace(sampling, seed=sampling.seed + row, tools=chat["tools"])

@@ -47,8 +47,6 @@ class PredictionInput:
     """Column of the texts, of the files' paths, or CHAT."""
     reader: Reader
     modality: str = "text"
-    has_chats: bool = False
-    """Whether the column holds chats, as JSON."""
     names: set[str] = field(default_factory=set)
     """Names in the rows of JSON that have been read for an output that keeps them."""
 
@@ -89,8 +87,7 @@ def open_input(
     chats, names = _chat_column(path, messages_column) if messages_column else None, set[str]()
     keeps = out is not None and out.suffix.lower() == ".jsonl"
     reader = partial(_read_json, chats=chats, names=names if keeps else None)
-    column = CHAT if chats else text_column
-    return PredictionInput(path=path, column=column, reader=reader, has_chats=chats is not None, names=names)
+    return PredictionInput(path=path, column=CHAT if chats else text_column, reader=reader, names=names)
 
 
 def _chat_column(path: Path, messages_column: str) -> str | None:

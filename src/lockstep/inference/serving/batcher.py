@@ -238,10 +238,8 @@ class GenerationBatcher(Queue[Job]):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._running: dict[int, Job] = {}
-        """Jobs by the id of their completions."""
-        self._batches: dict[int, GeneratedBatch] = {}
-        """Batches by the id of their models."""
+        self._running: dict[Completion, Job] = {}
+        self._batches: dict[Generator, GeneratedBatch] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lockstep-generate", daemon=True)
         self._thread.start()
@@ -300,14 +298,14 @@ class GenerationBatcher(Queue[Job]):
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._running.values() if job.is_cancelled]:
-            del self._running[id(job.completion)]
-            self._batches[id(job.generator)].drop([job.completion])
+            del self._running[job.completion]
+            self._batches[job.generator].drop([job.completion])
 
     def _join(self, jobs: Sequence[Job]) -> None:
         """Read the prompts of new jobs together; after an error one by one, so that only the faulty one fails."""
-        for model in {id(job.generator): job.generator for job in jobs}.values():
+        for model in dict.fromkeys(job.generator for job in jobs):
             own = [job for job in jobs if job.generator is model]
-            batch = self._batches.setdefault(id(model), GeneratedBatch(model))
+            batch = self._batches.setdefault(model, GeneratedBatch(model))
             try:
                 batch.join([job.completion for job in own])
             except Exception as error:  # raised in the request
@@ -317,7 +315,7 @@ class GenerationBatcher(Queue[Job]):
                     for job in own:
                         self._join([job])
                 continue
-            self._running |= {id(job.completion): job for job in own}
+            self._running |= {job.completion: job for job in own}
 
     def _step(self, batch: GeneratedBatch) -> None:
         rows, began = [*batch.rows], time.monotonic()
@@ -326,14 +324,14 @@ class GenerationBatcher(Queue[Job]):
                 batch.step()
                 self.on_batch(len(rows), time.monotonic() - began)
             for row in rows:
-                self._notify(self._running[id(row)])
+                self._notify(self._running[row])
         except Exception as error:  # raised in the requests
             batch.rows = []
             for row in rows:
-                if job := self._running.pop(id(row), None):
+                if job := self._running.pop(row, None):
                     job.notify(error)
         if not batch.rows:  # an idle thread would keep a replaced model alive
-            self._batches = {key: each for key, each in self._batches.items() if each is not batch}
+            del self._batches[batch.generator]
 
     def _notify(self, job: Job) -> None:
         row = job.completion
@@ -341,5 +339,5 @@ class GenerationBatcher(Queue[Job]):
             job.notify(row.text[job.told :])
             job.told = len(row.text)
         if row.finish:
-            del self._running[id(row)]
+            del self._running[row]
             job.notify("")
