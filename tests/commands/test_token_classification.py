@@ -196,7 +196,7 @@ def test_entities_are_those_of_a_count_by_hand():
     from lockstep.models.objectives._token_classification import entity_f1
 
     generator, labels = torch.Generator().manual_seed(0), ("O", "B-A", "I-A", "B-B", "I-B")
-    metric = entity_f1(labels, ignored=-100)
+    metric = entity_f1(labels)
     logits = torch.rand(200, 5, 9, generator=generator)
     true = torch.randint(5, (200, 9), generator=generator)
     true[torch.rand(200, 9, generator=generator) < 0.3] = -100
@@ -208,7 +208,7 @@ def test_entities_are_those_of_a_count_by_hand():
     assert metric.statistics(logits.argmax(1), true).tolist() == counts.tolist()
     assert counts[0] > 20
     assert float(metric.compute(torch.tensor(counts))) == pytest.approx(2 * counts[0] / (counts[1] + counts[2]))
-    assert entity_f1(("DET", "NOUN"), ignored=-100) is None and entity_f1(("O",), ignored=-100) is None
+    assert entity_f1(("DET", "NOUN")) is None and entity_f1(("O",)) is None
 
 
 def test_served(folder, exported, predicted):

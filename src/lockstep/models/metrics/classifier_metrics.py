@@ -3,21 +3,20 @@
 Bit for bit equal to torchmetrics' MulticlassAccuracy (micro) and MulticlassF1Score (macro).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lockstep.models.metrics.declared_metrics import CONFUSION, SummedMetric
+from lockstep.core.numerics.word_tokens import IGNORED
+from lockstep.models.metrics.declared_metrics import CONFUSION, Arguments, Compute, DeclaredMetric, summed_metrics
 
 
-def confusion(predicted: Tensor, label: Tensor, *, classes: int, ignored: int | None = None) -> Tensor:
+def confusion(predicted: Tensor, label: Tensor, *, classes: int) -> Tensor:
     """Count predicted classes against labels, both int64 of one shape -> int64 [classes, classes], rows: labels,
-    columns: predictions; without labels that are `ignored`."""
+    columns: predictions; without labels that are IGNORED."""
     cells = label * classes + predicted
-    cells = cells.flatten() if ignored is None else cells[label != ignored]
-    return torch.bincount(cells, minlength=classes**2).reshape(classes, classes)
+    return torch.bincount(cells[label != IGNORED], minlength=classes**2).reshape(classes, classes)
 
 
 def accuracy(confusion: Tensor) -> Tensor:
@@ -34,14 +33,12 @@ def macro_f1(confusion: Tensor) -> Tensor:
     return _divided(weights * f1, weights.sum()).sum()
 
 
-def classifier_metrics(classes: int, *, ignored: int | None = None) -> dict[str, SummedMetric]:
+def classifier_metrics(classes: int, arguments: Arguments) -> dict[str, DeclaredMetric]:
     """Return the metrics of predicted classes and labels by name; none for fewer than two classes."""
     if classes < 2:
         return {}
-    functions: dict[str, Callable[[Tensor], Tensor]]
-    functions = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
-    statistics = partial(confusion, classes=classes, ignored=ignored)
-    return {name: SummedMetric(statistics, compute) for name, compute in functions.items()}
+    computed: dict[str, Compute] = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
+    return summed_metrics(partial(confusion, classes=classes), computed, arguments)
 
 
 def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:

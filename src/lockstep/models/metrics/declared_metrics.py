@@ -18,6 +18,9 @@ Arguments = Callable[[Outputs, Batch], Any]
 Requested = Literal["auto"] | tuple[str, ...]
 """evaluate.metrics: the names to report besides the loss, or "auto" for all. "NAME.PART" requests all of NAME."""
 
+Compute = Callable[[Tensor], Any]
+"""A sum of statistics -> the metric: a number, or a dict of numbers."""
+
 
 @dataclass(frozen=True)
 class SummedMetric:
@@ -25,8 +28,7 @@ class SummedMetric:
 
     statistics: Callable[..., Tensor]
     """(the metric's arguments, on the CPU) -> what a micro-batch adds, int64 or float64 of a constant shape."""
-    compute: Callable[[Tensor], Any]
-    """The sum -> the metric: a number, or a dict of numbers."""
+    compute: Compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,16 @@ class DeclaredMetric:
     metric: Any
     """A SummedMetric, or a user's torchmetrics Metric or MetricCollection."""
     arguments: Arguments
+
+
+def summed_metrics(
+    statistics: Callable[..., Tensor], computed: Mapping[str, Compute], arguments: Arguments
+) -> dict[str, DeclaredMetric]:
+    """Return the metrics that are computed from the same statistics, by name."""
+    return {
+        name: DeclaredMetric(metric=SummedMetric(statistics, compute), arguments=arguments)
+        for name, compute in computed.items()
+    }
 
 
 def declared_metrics(built_in: Mapping[str, DeclaredMetric], own: Mapping[str, Any]) -> dict[str, DeclaredMetric]:

@@ -17,7 +17,6 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import SAMPLES, Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of, widened
 from lockstep.core.numerics.word_tokens import IGNORED
-from lockstep.models.metrics.declared_metrics import DeclaredMetric
 from lockstep.models.objectives._objective import Objective
 
 TARGET, BYTES = "target", "bytes"
@@ -30,12 +29,13 @@ class CausalLM(Objective):
     """A language model that reads from left to right."""
 
     TARGETS = (TARGET, BYTES)
+    NEEDS = "tokens to predict, as data.kind=text gives them"
     PURPOSE = "that continues texts"
     GENERATES = True
     SMOOTHS = True
 
-    def missing(self, spec: DataSpec) -> str:
-        return "" if spec.vocabulary is not None else "tokens to predict, as data.kind=text gives them"
+    def is_taught_by(self, spec: DataSpec) -> bool:
+        return spec.vocabulary is not None
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the cross-entropy of logits [m, T, V] against the next tokens, over those that count."""
@@ -65,9 +65,6 @@ class CausalLM(Objective):
         probability, likeliest = logits[samples, place].softmax(-1).max(-1)
         columns = [means, target[samples, place].clamp_min(0), likeliest, probability]
         return torch.stack([each.detach().double() for each in columns], dim=1).cpu(), place.cpu()
-
-    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        return {}
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Compute perplexity and, as it does not depend on the tokenizer, bits per byte."""

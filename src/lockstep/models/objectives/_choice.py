@@ -32,10 +32,10 @@ def objective_of(spec: DataSpec) -> Objective:
     """Build the objective of a model for this data. Raises ModelError where the data lacks what it needs."""
     name = name_of(spec)
     found: Objective = plugins.implementation(FAMILY, name).build()
-    if lacking := found.missing(spec):
+    if not found.is_taught_by(spec):
         raise ModelError(
-            f"model.objective={name} needs {lacking}, which this data does not have: choose the objective that fits "
-            "the data, or leave it out"
+            f"model.objective={name} needs {found.NEEDS}, which this data does not have: choose the objective that "
+            "fits the data, or leave it out"
         )
     return found
 

@@ -23,15 +23,13 @@ from lockstep.models.objectives._objective import LABEL, PredictingObjective, ta
 
 class Classification(PredictingObjective):
     Answer = ClassAnswer
+    NEEDS = "a class for each sample"
     WHAT = "which of its labels fits"
     PURPOSE = "that tells {count} classes of {samples} apart: {names}"
     CALIBRATES = True
     SMOOTHS = True
     classes: int | None = None
     """Number of classes that the model gives; known from its first outputs."""
-
-    def missing(self, spec: DataSpec) -> str:
-        return "" if spec.labels else "a class for each sample"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label, logits = target_of(batch, "classes"), logits_of(outputs)
@@ -75,10 +73,7 @@ class Classification(PredictingObjective):
             pair = classified(outputs, batch, classes)
             return pair and (pair[0].argmax(1), pair[1])
 
-        return {
-            name: DeclaredMetric(metric=metric, arguments=arguments)
-            for name, metric in classifier_metrics(classes, ignored=IGNORED).items()
-        }
+        return classifier_metrics(classes, arguments)
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
         pair = classified(outputs, batch, len(spec.labels)) if len(spec.labels) > 1 else None

@@ -3,7 +3,7 @@
 m = samples in a micro-batch, K = classes. Logits are float [m, K]; labels [m, K] are 1 for the classes of a sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
-from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
+from lockstep.models.metrics.declared_metrics import Compute, DeclaredMetric, summed_metrics
 from lockstep.models.objectives._answers import ClassesAnswer
 from lockstep.models.objectives._objective import PredictingObjective, target_of
 
@@ -25,12 +25,10 @@ LEAST = 0.5
 
 class Multilabel(PredictingObjective):
     Answer = ClassesAnswer
+    NEEDS = "classes"
     WHAT = "which of its labels fit"
     JOINED = ";"
     PURPOSE = "that says which of {count} labels fit {samples}: {names}"
-
-    def missing(self, spec: DataSpec) -> str:
-        return "" if spec.labels else "classes"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the binary cross-entropy; it counts classes of samples, so that the mean is that of BCEWithLogitsLoss."""
@@ -39,15 +37,12 @@ class Multilabel(PredictingObjective):
         return LossSum(total, logits.numel())
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        computed: dict[str, Callable[[Tensor], Tensor]] = {
+        computed: dict[str, Compute] = {
             "exact_match": lambda counts: counts[-1, 0] / counts[-1, 1],
             "f1": lambda counts: _f1(counts[:-1]).mean(),  # macro; 0 for classes that are neither there nor predicted
             "f1_micro": lambda counts: _f1(counts[:-1].sum(0)),
         }
-        return {
-            name: DeclaredMetric(metric=SummedMetric(_counts, compute), arguments=_pair)
-            for name, compute in computed.items()
-        }
+        return summed_metrics(_counts, computed, _pair)
 
     def scores(self, raw: Tensor, temperature: float) -> Tensor:
         return raw.sigmoid()

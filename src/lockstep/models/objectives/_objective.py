@@ -50,9 +50,12 @@ class Objective(ABC):
     """Whether a sample is a text of words with a target and a prediction for each: its tokens are marked
     (core.numerics.word_tokens), and its scores are [W, K] for W words."""
 
-    @abstractmethod
-    def missing(self, spec: DataSpec) -> str:
-        """Return what the data lacks, such as "classes"; empty where it has all."""
+    NEEDS: ClassVar[str] = ""
+    """What the data has to have for it, in words."""
+
+    def is_taught_by(self, spec: DataSpec) -> bool:
+        """Return whether the data has what it needs."""
+        return True
 
     def outside(self, batch: Batch) -> tuple[int, str] | None:
         """Find the first sample of a micro-batch whose target the model cannot give -> its place, and what is wrong."""
@@ -62,9 +65,9 @@ class Objective(ABC):
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the losses of a micro-batch. Raises ModelError for outputs of another shape than the targets."""
 
-    @abstractmethod
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         """Return the metrics of an evaluation by name."""
+        return {}
 
     @property
     def is_weighted(self) -> bool:
@@ -108,6 +111,9 @@ class PredictingObjective(Objective):
     def width(self, spec: DataSpec) -> int:
         """Return K, the number of outputs for each sample, by default one for each class."""
         return len(spec.labels)
+
+    def is_taught_by(self, spec: DataSpec) -> bool:
+        return self.width(spec) > 0
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
         """Return a model's outputs, float32 [m, K], on the CPU. Raises ModelError for outputs of another shape."""

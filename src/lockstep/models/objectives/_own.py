@@ -1,17 +1,12 @@
 """A loss of the user's own, with nothing known of what the outputs mean."""
 
-from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
-from lockstep.models.metrics.declared_metrics import DeclaredMetric
 from lockstep.models.objectives._objective import Objective
 
 
 class Own(Objective):
     """Objective that the user's file defines."""
-
-    def missing(self, spec: DataSpec) -> str:
-        return ""
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         raise ModelError(
@@ -19,9 +14,6 @@ class Own(Objective):
             "loss(outputs, batch) -> LossSum in the model's file, give the data's DataSpec labels or numbers, or name "
             "model.objective"
         )
-
-    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        return {}
 
 
 build = Own

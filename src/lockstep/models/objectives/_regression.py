@@ -3,7 +3,7 @@
 m = samples in a micro-batch, K = numbers of a sample. Outputs and labels are float [m, K], or [m] for one number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,16 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
-from lockstep.models.metrics.declared_metrics import DeclaredMetric, SummedMetric
+from lockstep.models.metrics.declared_metrics import Compute, DeclaredMetric, summed_metrics
 from lockstep.models.objectives._answers import NumbersAnswer
 from lockstep.models.objectives._objective import PredictingObjective, described, target_of
 
 
 class Regression(PredictingObjective):
     Answer = NumbersAnswer
+    NEEDS = "numbers to predict, with names (DataSpec.numbers)"
     WHAT = "numbers"
     PURPOSE = "that predicts numbers from {samples}: {names}"
-
-    def missing(self, spec: DataSpec) -> str:
-        return "" if spec.numbers else "numbers to predict, with names (DataSpec.numbers)"
 
     def width(self, spec: DataSpec) -> int:
         return len(spec.numbers)
@@ -37,15 +35,12 @@ class Regression(PredictingObjective):
         return LossSum(error.square().sum(), error.numel())
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        computed: dict[str, Callable[[Tensor], Tensor]] = {
+        computed: dict[str, Compute] = {
             "mae": lambda sums: (sums[1] / sums[0]).mean(),
             "rmse": lambda sums: (sums[2] / sums[0]).sqrt().mean(),  # of the roots, as root_mean_squared_error
             "r2": _r2,
         }
-        return {
-            name: DeclaredMetric(metric=SummedMetric(_sums, compute), arguments=_pair)
-            for name, compute in computed.items()
-        }
+        return summed_metrics(_sums, computed, _pair)
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
         pair = super().rows(outputs, batch, spec)

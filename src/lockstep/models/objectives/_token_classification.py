@@ -27,7 +27,7 @@ from lockstep.models.objectives._objective import PredictingObjective, target_of
 OUTSIDE, BEGIN, INSIDE = "O", "B-", "I-"
 
 
-def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
+def entity_f1(labels: Sequence[str]) -> SummedMetric | None:
     """Return the micro F1 of entities for predicted and true tags [m, T]; None for labels that are no tags of IOB2."""
     entities = [label for label in labels if label != OUTSIDE]
     if not entities or not all(label.startswith((BEGIN, INSIDE)) for label in entities):
@@ -35,12 +35,12 @@ def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(label[len(BEGIN) :] for label in entities))}
     kind = torch.tensor([-1 if label == OUTSIDE else kinds[label[len(BEGIN) :]] for label in labels])
     begins = torch.tensor([label.startswith(BEGIN) for label in labels])
-    return SummedMetric(partial(_counts, kind=kind, begins=begins, ignored=ignored), _f1)
+    return SummedMetric(partial(_counts, kind=kind, begins=begins), _f1)
 
 
-def _counts(predicted: Tensor, tags: Tensor, *, kind: Tensor, begins: Tensor, ignored: int) -> Tensor:
+def _counts(predicted: Tensor, tags: Tensor, *, kind: Tensor, begins: Tensor) -> Tensor:
     """Count entities that are found exactly, that are predicted, and that are there: int64 [3]."""
-    is_word = tags != ignored
+    is_word = tags != IGNORED
     text = is_word.nonzero()[:, 0]
     spans = [_spans(kind[words], begins[words], text) for words in (predicted[is_word], tags[is_word])]
     (guess, guess_kind), (true, true_kind) = spans
@@ -71,15 +71,13 @@ NO_TAG = "_"
 
 class TokenClassification(PredictingObjective):
     Answer = WordsAnswer
+    NEEDS = "a class for each word, as data.labels=tags gives them"
     WHAT = "the class of each token"
     JOINED = " "
     PURPOSE = "that gives each word of {samples} one of {count} labels: {names}"
     TASK = "token-classification"
     WORDS = True
     SMOOTHS = True
-
-    def missing(self, spec: DataSpec) -> str:
-        return "" if spec.labels else "a class for each word, as data.labels=tags gives them"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the cross-entropy; it counts words, so that the mean is that over all words."""
@@ -88,10 +86,10 @@ class TokenClassification(PredictingObjective):
         return LossSum(total, count, {} if self.is_weighted else {"accuracy": (logits.argmax(-1) == label).sum()})
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        found = classifier_metrics(len(spec.labels), ignored=IGNORED)
-        if (entities := entity_f1(spec.labels, ignored=IGNORED)) is not None:
-            found["entity_f1"] = entities
-        return {name: DeclaredMetric(metric=metric, arguments=_tags) for name, metric in found.items()}
+        found = classifier_metrics(len(spec.labels), _tags)
+        if (entities := entity_f1(spec.labels)) is not None:
+            found["entity_f1"] = DeclaredMetric(metric=entities, arguments=_tags)
+        return found
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
         """Return a model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
