@@ -23,10 +23,10 @@ Contribution = Any
 
 
 class Tally:
-    """A metric while it is measured."""
+    """A metric while it is measured; one of any kind: the main process updates it with every micro-batch."""
 
-    def __init__(self, declared: DeclaredMetric) -> None:
-        self.declared, self.metric = declared, declared.metric
+    def __init__(self, declared: DeclaredMetric, device: torch.device) -> None:
+        self.declared, self.metric, self.device = declared, declared.metric, device
         self.updates = 0
         """Micro-batches with a contribution, so far."""
 
@@ -49,13 +49,22 @@ class Tally:
         return self._value() if self.updates else None
 
     def _contribution(self, arguments: Any) -> Contribution:
-        raise NotImplementedError
+        return moved(arguments, "cpu")
 
     def _merge(self, number: int, contribution: Contribution) -> None:
-        raise NotImplementedError
+        seed_all(seed_of("metric", number))  # some metrics draw random numbers, such as BootStrapper
+        self._update(contribution)
 
     def _value(self) -> Any:
-        raise NotImplementedError
+        seed_all(seed_of("metric", -1))
+        return self.metric.compute()
+
+    def _update(self, arguments: Any) -> None:
+        arguments = moved(arguments, self.device)
+        if isinstance(arguments, Mapping):
+            self.metric.update(**arguments)
+        else:
+            self.metric.update(*arguments)
 
 
 class SumTally(Tally):
@@ -76,37 +85,7 @@ class SumTally(Tally):
         return self.metric.compute(self.sum)
 
 
-class ReplayTally(Tally):
-    """A metric of any kind: the main process updates it with every micro-batch."""
-
-    def __init__(self, declared: DeclaredMetric, device: torch.device) -> None:
-        super().__init__(declared)
-        self.device = device
-        self.metric = self.metric.to(device)
-        for metric in _all_metrics(self.metric):
-            metric.distributed_available_fn = lambda: False  # states must not be synchronised by torchmetrics, too
-        self.metric.reset()
-
-    def _contribution(self, arguments: Any) -> Contribution:
-        return moved(arguments, "cpu")
-
-    def _merge(self, number: int, contribution: Contribution) -> None:
-        seed_all(seed_of("metric", number))  # some metrics draw random numbers, such as BootStrapper
-        self._update(contribution)
-
-    def _value(self) -> Any:
-        seed_all(seed_of("metric", -1))
-        return self.metric.compute()
-
-    def _update(self, arguments: Any) -> None:
-        arguments = moved(arguments, self.device)
-        if isinstance(arguments, Mapping):
-            self.metric.update(**arguments)
-        else:
-            self.metric.update(*arguments)
-
-
-class MergedTally(ReplayTally):
+class MergedTally(Tally):
     """A metric with mergeable states: each process updates it with its own micro-batches, one at a time. Not by
     Metric.merge_state, which copies list states at every call and puts the newer rows first."""
 
@@ -135,8 +114,12 @@ class MergedTally(ReplayTally):
 
 def tally(declared: DeclaredMetric, device: torch.device) -> Tally:
     if isinstance(declared.metric, SummedMetric):
-        return SumTally(declared)
-    return (MergedTally if _is_mergeable(declared.metric) else ReplayTally)(declared, device)
+        return SumTally(declared, device)
+    declared.metric.to(device)
+    for metric in _all_metrics(declared.metric):
+        metric.distributed_available_fn = lambda: False  # states must not be synchronised by torchmetrics, too
+    declared.metric.reset()
+    return (MergedTally if _is_mergeable(declared.metric) else Tally)(declared, device)
 
 
 def _cat(one: Any, other: Any) -> Any:
