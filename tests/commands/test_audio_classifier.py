@@ -276,7 +276,7 @@ def test_messages(place, minilm, tmp_path, monkeypatch):
     ):
         with pytest.raises(recipes.ConfigError, match=message):
             recipes.of_sections({"data": {**data, **wrong}, "model": model})
-    assert text_models.Config(kind="transformer").own_feature_extractor is None
+    assert text_models.Config(kind="transformer").own("feature_extractor") is None
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtra, match=r"pip install 'lockstep-train\[audio\]'"):
         SoundReader(Waves(), 1)

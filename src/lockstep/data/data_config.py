@@ -80,9 +80,10 @@ class DataSection(PluginSection):
     """Settings that `lockstep init` writes for it, by section."""
     TEMPLATE: ClassVar[Path | None] = None
     """Template of the Python file, for a source that is the user's own."""
-    MODALITY: ClassVar[str] = "any"
-    OBJECTIVE: ClassVar[str] = "auto"
-    """See `modality` and `objective`."""
+    modality: ClassVar[str] = "any"
+    """Kind of the samples, as far as the settings tell it: "image", "audio", "text", or "any"."""
+    objective: ClassVar[str] = "auto"
+    """Objective of the samples as far as the settings determine it, else "auto"."""
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"root", "workers", "cache", "augment", "group_by_length", "fingerprint", "exclude"}
     )
@@ -140,26 +141,16 @@ class DataSection(PluginSection):
         """Names of the text column and the label column of a table."""
         return "text", "label"
 
-    @property
-    def objective(self) -> str:
-        """Objective of the samples as far as the settings determine it, else "auto"."""
-        return self.OBJECTIVE
-
     def origin(self) -> Origin | None:
         """Return the origin of the samples; None if unknown."""
         return None
-
-    @property
-    def modality(self) -> str:
-        """Kind of the samples, as far as the settings tell it: "image", "audio", "text", or "any"."""
-        return self.MODALITY
 
 
 class PackedSection(DataSection):
     """Settings of texts that are joined, and cut into samples for language models."""
 
-    MODALITY = "tokens"
-    OBJECTIVE = "causal_lm"
+    modality = "tokens"
+    objective = "causal_lm"
     PACKS = True
 
     tokenizer: str = AUTO
@@ -186,7 +177,7 @@ class LabelledSection(DataSection):
     them; a number, for a regression; or tags, one class for each word of a text, as a list or with spaces between."""
 
     @property
-    def objective(self) -> str:
+    def objective(self) -> str:  # type: ignore[override]
         return OBJECTIVES[self.labels]
 
 
@@ -224,7 +215,7 @@ class ImageSection(PixelSection, LabelledSection):
 class AudioSection(DataSection):
     """Settings of sources that give sounds."""
 
-    MODALITY = "audio"
+    modality = "audio"
 
     feature_extractor: str = AUTO
     """Feature extractor that turns a sound into the inputs of the model: auto, the one that was saved with a model of

@@ -195,7 +195,7 @@ def _end_tokens(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Se
     special, settle = tokenizer.special(), plugins.hook("models", recipe.model.kind, "settle_tokens")
     if settle is None:
         return special.ends
-    is_own = recipe.data.tokenizer == recipe.model.own_tokenizer
+    is_own = recipe.data.tokenizer == recipe.model.own("tokenizer")
     kept = np.flatnonzero(tokenizer.token_bytes == 0).tolist() if is_own else []
     return settle(model, ends=special.ends, bos=special.bos, pad=special.pad, kept=kept)
 

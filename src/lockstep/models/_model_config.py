@@ -41,7 +41,8 @@ class ModelSection(PluginSection):
 
     incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
 
-    MODALITY: ClassVar[str] = "any"
+    modality: ClassVar[str] = "any"
+    """Input type: "image", "audio", "text", or "any"."""
     PRETRAINED: ClassVar[bool] = False
     """Whether its weights come from a checkpoint."""
     HAS_NEW_HEAD: ClassVar[bool] = False
@@ -82,24 +83,8 @@ class ModelSection(PluginSection):
             raise ValueError(f"there is no objective {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
         return name
 
-    @property
-    def modality(self) -> str:
-        """Input type: "image", "audio", "text", or "any"."""
-        return self.MODALITY
-
-    @property
-    def own_tokenizer(self) -> str | None:
-        """Hub name or folder of the tokenizer that it was trained with, which data.tokenizer=auto stands for."""
-        return None
-
-    @property
-    def own_image_processor(self) -> str | None:
-        """Hub name or folder of the image processor saved with it, which data.image_processor=auto stands for."""
-        return None
-
-    @property
-    def own_feature_extractor(self) -> str | None:
-        """Hub name or folder of the feature extractor saved with it, which data.feature_extractor=auto stands for."""
+    def own(self, setting: str) -> str | None:
+        """Return the hub name or folder that "auto" stands for in this setting of the data; None without one."""
         return None
 
     @property
@@ -128,12 +113,18 @@ HubName = Annotated[str, AfterValidator(_absolute_folder)]
 class PretrainedSection(ModelSection):
     """A model from the hub or a folder."""
 
+    PRETRAINED = True
     LIBRARIES = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+    OWN: ClassVar[str] = ""
+    """Setting of the data in which "auto" stands for what was saved with the model, such as "tokenizer"."""
 
     name: HubName
     """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its tokenizer."""
     revision: str = "main"
     """The hub's branch, tag or commit; a commit can never change."""
+
+    def own(self, setting: str) -> str | None:
+        return self.name if setting == self.OWN else None
 
     @property
     def base_model(self) -> str | None:

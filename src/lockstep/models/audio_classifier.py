@@ -6,9 +6,9 @@ from lockstep.models._model_config import HubName, PretrainedSection
 class Config(PretrainedSection):
     """A pretrained model of speech or other sounds (AutoModelForAudioClassification) with a new head on top."""
 
-    MODALITY = "audio"
-    PRETRAINED = True
+    modality = "audio"
     HAS_NEW_HEAD = True
+    OWN = "feature_extractor"
     STARTER = {
         "data": {"kind": "audio", "train": "data/sounds"},
         "train": {"epochs": 5, "global_batch": 32, "micro_batch": 8},
@@ -19,7 +19,3 @@ class Config(PretrainedSection):
     name: HubName = "facebook/wav2vec2-base"
     """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its feature
     extractor, through which sounds of any sampling rate pass."""
-
-    @property
-    def own_feature_extractor(self) -> str:
-        return self.name

@@ -10,7 +10,8 @@ from lockstep.models._model_config import HubName, TokensSection
 class Config(TokensSection):
     """A causal language model (AutoModelForCausalLM), trained further or from scratch."""
 
-    MODALITY = "tokens"
+    modality = "tokens"
+    OWN = "tokenizer"
     STARTER = {
         "train": {"epochs": 1, "global_batch": 32, "micro_batch": 4},
         "optim": {"lr": 5e-5},
@@ -31,10 +32,6 @@ class Config(TokensSection):
     def PRETRAINED(self) -> bool:  # type: ignore[override]
         """Whether its weights come from a checkpoint."""
         return not self.from_config
-
-    @property
-    def own_tokenizer(self) -> str:
-        return self.name
 
     @field_validator("objective")
     @classmethod

@@ -8,7 +8,7 @@ from lockstep.models._model_config import ModelSection
 class Config(ModelSection):
     """Two 3x3 convolutions (32 and 64 channels), max-pooling, two fully connected layers with dropout."""
 
-    MODALITY = "image"
+    modality = "image"
 
     mean: float = 0.1307
     """Grey value that becomes 0, on a scale of 0 to 1 (MNIST's own mean)."""

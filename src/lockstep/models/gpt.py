@@ -10,7 +10,7 @@ from lockstep.models._model_config import ModelSection
 class Config(ModelSection):
     """A decoder that predicts the next token: rotary positions, RMSNorm, gated feed-forward layers."""
 
-    MODALITY = "tokens"
+    modality = "tokens"
     STARTER = {
         "data": {"kind": "text", "context": 128},
         "train": {"epochs": 5, "global_batch": 32, "micro_batch": 16},

@@ -10,8 +10,7 @@ from lockstep.models._model_config import HubName, TokensSection
 class Config(TokensSection):
     """A pretrained encoder with a classification head on top."""
 
-    MODALITY = "text"
-    PRETRAINED = True
+    modality = "text"
     HAS_NEW_HEAD = True
     TAKES_TOKENS = True
     STARTER = {

@@ -128,10 +128,10 @@ def _modality(recipe: Recipe) -> Iterator[Complaint]:
 def _processor(recipe: Recipe) -> Iterator[Complaint]:
     """Check the processor, also of the recipe that a run keeps, which names the model's own."""
     asked = recipe.data.image_processor if isinstance(recipe.data, PixelSection) else AUTO
-    if asked not in (AUTO, NO_PROCESSOR, recipe.model.own_image_processor):
+    if asked not in (AUTO, NO_PROCESSOR, recipe.model.own("image_processor")):
         what = "auto, that of a model of transformers, and none"
         yield ("data", "image_processor"), f"it is {asked}, which is not saved with the model; there is: {what}"
-    own = recipe.model.own_feature_extractor
+    own = recipe.model.own("feature_extractor")
     if isinstance(recipe.data, AudioSection) and recipe.data.feature_extractor not in (AUTO, own or NO_PROCESSOR):
         why = f"it is {recipe.data.feature_extractor}, but model.kind={recipe.model.kind} takes what "
         why += "its own gives: leave it out" if own else "a sound itself is: set it to none"
@@ -245,8 +245,8 @@ def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
 def _with_defaults(recipe: Recipe) -> Recipe:
     """Limit launch.processes=auto to the most processes that the strategy can use; name the tokenizer, the image
     processor or the feature extractor that auto stands for, as an export needs its name."""
-    own = _own_names(recipe)
-    named = {key: own[key] or other for key, other in PROCESSORS.items() if getattr(recipe.data, key, None) == AUTO}
+    asked = {key: other for key, other in PROCESSORS.items() if getattr(recipe.data, key, None) == AUTO}
+    named = {key: recipe.model.own(key) or other for key, other in asked.items()}
     recipe = recipe.changed("data", **named) if named else recipe
     if recipe.parallel.MOST_PROCESSES is not None and recipe.launch.processes == "auto":
         return recipe.changed("launch", processes=recipe.parallel.MOST_PROCESSES)
@@ -353,15 +353,8 @@ def starter(task: str, code: Path = Path("user.py")) -> Recipe:
 
 def with_auto(recipe: Recipe) -> Recipe:
     """Return the recipe with auto in place of the model's own tokenizer and processors, which suits any model.name."""
-    own = _own_names(recipe).items()
-    return recipe.changed(
-        "data", **{key: AUTO for key, name in own if name and getattr(recipe.data, key, None) == name}
-    )
-
-
-def _own_names(recipe: Recipe) -> dict[str, str | None]:
-    """Return the setting of each of PROCESSORS that names the model's own."""
-    return {key: getattr(recipe.model, f"own_{key}") for key in PROCESSORS}
+    settings = [key for key, name in recipe.data if name is not None and name == recipe.model.own(key)]
+    return recipe.changed("data", **dict.fromkeys(settings, AUTO))
 
 
 def _source_of(task: str) -> str:

@@ -11,8 +11,8 @@ HUB_NAME = "fancyzhx/ag_news"
 class Config(DataSection):
     """AG News: titles and first sentences of news items, in four classes."""
 
-    MODALITY = "text"
-    OBJECTIVE = "classification"
+    modality = "text"
+    objective = "classification"
 
     root: DataPath = Path("data")
     """Folder with train.csv and test.csv, or with a subfolder ag_news that has them; else they come from the hub."""

@@ -6,8 +6,8 @@ from lockstep.data.data_config import Origin, PixelSection
 class Config(PixelSection):
     """scikit-learn's bundled handwritten digits: 1,442 training and 355 test images of 8x8, ten classes."""
 
-    MODALITY = "image"
-    OBJECTIVE = "classification"
+    modality = "image"
+    objective = "classification"
     STARTER = {
         "train": {"epochs": 20, "global_batch": 64, "micro_batch": 16},
         "optim": {"lr": 3e-3},

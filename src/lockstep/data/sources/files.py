@@ -30,7 +30,7 @@ class Config(ImageSection, OwnFilesSection):
         return self
 
     @property
-    def modality(self) -> str:
+    def modality(self) -> str:  # type: ignore[override]
         """Image for a folder, text for a file; the suffix decides for a path that does not exist yet."""
         return "text" if is_table(self.train) else "image"
 

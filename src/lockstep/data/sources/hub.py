@@ -43,7 +43,7 @@ class Config(ImageSection, StreamSection):
         return self
 
     @property
-    def modality(self) -> str:
+    def modality(self) -> str:  # type: ignore[override]
         return "image" if self.text_column is None else "text"
 
     @property

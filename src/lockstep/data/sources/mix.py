@@ -91,12 +91,12 @@ class Config(PixelSection):
         return tuple(each.weight for each in self.sources)
 
     @property
-    def modality(self) -> str:
+    def modality(self) -> str:  # type: ignore[override]
         """Modality of the first source that has one."""
         return next((each.modality for each in self.sources if each.modality != "any"), "any")
 
     @property
-    def objective(self) -> str:
+    def objective(self) -> str:  # type: ignore[override]
         found = {str(each.objective) for each in self.sources}
         return found.pop() if len(found) == 1 else "auto"
 

@@ -9,8 +9,8 @@ from lockstep.data.data_config import Origin, PixelSection
 class Config(PixelSection):
     """MNIST: handwritten digits, grey, 28x28, ten classes."""
 
-    MODALITY = "image"
-    OBJECTIVE = "classification"
+    modality = "image"
+    objective = "classification"
     STARTER = {
         "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
         "optim": {"lr": 2e-3},
