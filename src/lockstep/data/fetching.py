@@ -16,6 +16,7 @@ from lockstep.data.augment import Augmented, keys_of
 from lockstep.data.bad_samples import Faults
 from lockstep.data.collate import UnusableSample, collate
 from lockstep.data.sampler import ShardRequest
+from lockstep.data.torch_dataset import Samples
 
 MAX_TRIES = 1000
 """Samples to try until one can be read, to learn the columns' dtypes."""
@@ -82,8 +83,10 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         return self.dtypes
 
     def collated(self, request: ShardRequest) -> Batch:
-        """Fetch the samples as tensors of any dtype."""
+        """Fetch the samples as tensors of any dtype; of `Samples`, what their collate function returns."""
         columns = self.columns(request)
+        if isinstance(self.source, Samples):
+            return columns
         if not isinstance(columns, Mapping):
             raise DataError(
                 f"{self.faults.name} gave a {type(columns).__name__} for a micro-batch, not a dict of columns: "

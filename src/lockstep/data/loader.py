@@ -1,36 +1,32 @@
-"""Load micro-batches with a DataLoader, in the training process or ahead of it in worker processes; also in the form
-that a script's own DataLoader would give them."""
+"""Load micro-batches with a DataLoader, in the training process or ahead of it in worker processes."""
 
 import gc
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from lockstep.base import socket_folder
-from lockstep.base.contracts import Columns, DataSpec, Source
+from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError, LockstepError
 from lockstep.base.lifetime import end_with_parent
-from lockstep.base.model_contracts import Batch, MicroBatch
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.host.loader_stacks import StackFiles
 from lockstep.data.bad_samples import Faults
 from lockstep.data.fetching import MicroBatchDataset
 from lockstep.data.sampler import ShardRequest
-from lockstep.data.torch_dataset import check_indexed, fetched
+from lockstep.data.torch_dataset import Samples
 
 PREFETCH = 4
 """Micro-batches that each worker process loads ahead."""
-Together = Callable[[list[Any]], Any]
-"""The samples of a micro-batch -> tensors, in tuples, lists, dicts or anything else: DataLoader's collate_fn."""
 
 
 class Loader:
@@ -49,6 +45,7 @@ class Loader:
     ) -> None:
         self.device, self.faults = device, faults or Faults()
         self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.is_collated = isinstance(source, Samples)
         self.dtypes: dict[str, torch.dtype] = {}
         options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
         if workers:
@@ -57,7 +54,7 @@ class Loader:
             options["multiprocessing_context"] = "fork"  # a user's source from a file could not be pickled
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
         self.batches = DataLoader(
-            self.micro_batches(source, seed=seed, pad_id=pad_id),
+            MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id),
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=_identity,  # type: ignore[arg-type]
             num_workers=workers,
@@ -65,17 +62,14 @@ class Loader:
             **options,
         )
 
-    def micro_batches(self, source: Source, *, seed: int, pad_id: int) -> MicroBatchDataset:
-        """Return the data set that the DataLoader fetches from."""
-        return MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id)
-
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
             for micro_batch in self.batches:
                 if isinstance(micro_batch, LockstepError):
                     raise micro_batch
                 self.faults.note(micro_batch.left_out)
-                self._check_dtypes(micro_batch)
+                if not self.is_collated:  # else the batch may be anything
+                    self._check_dtypes(micro_batch)
                 self.faults.refuse_outside(micro_batch)
                 yield self._moved(micro_batch)
         except Exception as error:
@@ -139,48 +133,9 @@ def _exit_on_next_sigterm(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Samples:
-    """A data set as a Source whose micro-batches are made by a collate function. Raises DataError."""
-
-    spec = DataSpec(modality="any")
-    lengths: np.ndarray | None = None
-
-    def __init__(self, dataset: Any, together: Together | None, where: str) -> None:
-        if isinstance(dataset, DataLoader):
-            raise DataError(f"{where} is a DataLoader: give the data set itself, loader.dataset")
-        check_indexed(dataset, where)
-        if not len(dataset):
-            raise DataError(f"{where} holds no sample")
-        self.dataset, self.together = dataset, together or default_collate
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, indices: Sequence[int]) -> Columns:
-        return cast(Columns, self.together(fetched(self.dataset, indices)))
-
-
-class _MicroBatches(MicroBatchDataset):
-    def collated(self, request: ShardRequest) -> Batch:
-        """Return the result of the collate function, which need not be a dict of tensors."""
-        return self.columns(request)
-
-
-class SampleLoader(Loader):
-    """Loads the micro-batches of `Samples`."""
-
-    def micro_batches(self, source: Source, *, seed: int, pad_id: int) -> MicroBatchDataset:
-        return _MicroBatches(source, self.faults, seed=seed, pad_id=pad_id)
-
-    def _check_dtypes(self, micro_batch: MicroBatch) -> None:
-        """Check nothing: a collate function may return anything."""
-
-
-def one_by_one(
-    kind: type[Loader], source: Source, rows: Iterable[int], *, pad_id: int = 0, workers: int
-) -> Iterator[object]:
+def one_by_one(source: Source, rows: Iterable[int], *, pad_id: int = 0, workers: int) -> Iterator[object]:
     """Fetch samples as training does, without augmentation; yield an error's name in its place."""
     requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
-    loader = kind(source, requests, seed=0, pad_id=pad_id, workers=workers, device=torch.device("cpu"))
+    loader = Loader(source, requests, seed=0, pad_id=pad_id, workers=workers, device=torch.device("cpu"))
     for found in loader.batches:
         yield found.batch if isinstance(found, MicroBatch) else type(found).__name__

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 
 from lockstep.base.contracts import Columns, DataSpec, Source
 from lockstep.base.errors import DataError
@@ -15,6 +16,8 @@ from lockstep.data.stream import Stream, is_iterable_only
 
 Collate = Callable[[list[Any]], Any]
 """The user's collate function: samples of a micro-batch -> a dict of tensors."""
+Together = Callable[[list[Any]], Any]
+"""The samples of a micro-batch -> tensors, in tuples, lists, dicts or anything else: DataLoader's collate_fn."""
 
 
 def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
@@ -35,6 +38,27 @@ def fetched(dataset: Any, indices: Sequence[int]) -> Any:
     """Fetch samples as a DataLoader does: together where the data set can."""
     getitems = getattr(dataset, "__getitems__", None)
     return [dataset[index] for index in indices] if getitems is None else getitems(list(indices))
+
+
+class Samples:
+    """A data set as a Source whose micro-batches are made by a collate function. Raises DataError."""
+
+    spec = DataSpec(modality="any")
+    lengths: np.ndarray | None = None
+
+    def __init__(self, dataset: Any, together: Together | None, where: str) -> None:
+        if isinstance(dataset, DataLoader):
+            raise DataError(f"{where} is a DataLoader: give the data set itself, loader.dataset")
+        check_indexed(dataset, where)
+        if not len(dataset):
+            raise DataError(f"{where} holds no sample")
+        self.dataset, self.together = dataset, together or default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        return cast(Columns, self.together(fetched(self.dataset, indices)))
 
 
 class DatasetSource:

@@ -10,7 +10,8 @@ from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
 from lockstep.core.numerics.seeds import generators_restored, seed_all, seed_of
 from lockstep.data.fingerprint import check_equal, contents_of
-from lockstep.data.loader import SampleLoader, Samples, one_by_one
+from lockstep.data.loader import one_by_one
+from lockstep.data.torch_dataset import Samples
 
 
 def measured(
@@ -39,7 +40,7 @@ def world_sums(own: Mapping[str, ExactSum]) -> dict[str, float | int]:
 def contents(dataset: Any, *, workers: int, warn: Callable[[str], None]) -> dict[str, str]:
     """Return a sum over some samples for the numeric recipe; nothing, after a warning, where they differ each time. A
     collective. Raises DataError where processes have other samples."""
-    fetch = partial(one_by_one, SampleLoader, workers=workers)
+    fetch = partial(one_by_one, workers=workers)
     with generators_restored():
         found = contents_of(Samples(dataset, list, "the data set"), fetch, is_full=False, warn=warn)
     check_equal((len(dataset), found))

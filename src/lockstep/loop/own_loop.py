@@ -25,8 +25,9 @@ from lockstep.core.numerics.exact_sum import exact_sum
 from lockstep.core.numerics.precision import Precision, check_format, fix_numerics
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
-from lockstep.data.loader import SampleLoader, Samples, Together
+from lockstep.data.loader import Loader
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.data.torch_dataset import Samples, Together
 from lockstep.loop.loop_folder import LoopFolder
 from lockstep.loop.loop_settings import LoopSettings, OwnSection, Schedule, checked
 from lockstep.loop.loop_sums import contents, measured, world_sums
@@ -224,7 +225,7 @@ class Loop:
         )
         own = [request for request in requests if not request.ghost]
         with self._evaluating():
-            loader = SampleLoader(source, own, seed=self._settings.own.seed, **self._loading(0))
+            loader = Loader(source, own, seed=self._settings.own.seed, **self._loading(0))
             return measured(loader, measure)
 
     def save(self) -> None:
@@ -295,7 +296,7 @@ class Loop:
     def _steps(self, start: int) -> Iterator[list[MicroBatch]]:
         requests = TrainingRequests(order=self._order, owned=self._strategy.owned, start=start, stop=self.total_steps)
         loading = self._loading(self._settings.own.workers)
-        return SampleLoader(self._samples, requests, seed=self._settings.own.seed, **loading).steps()
+        return Loader(self._samples, requests, seed=self._settings.own.seed, **loading).steps()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -147,7 +147,7 @@ class Splits:
             return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
         window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
-        fetch = partial(one_by_one, Loader, pad_id=self.pad_id, workers=self.recipe.data.workers)
+        fetch = partial(one_by_one, pad_id=self.pad_id, workers=self.recipe.data.workers)
         with generators_restored():
             for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
                 if (found := contents_of(self.train, fetch, is_full=name == FULL, warn=warn)) is None:
