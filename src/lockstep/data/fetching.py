@@ -1,6 +1,7 @@
 """Fetch micro-batches: whole, or without the samples that cannot be read, or are not to be."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -48,16 +49,8 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
             raise
         except Exception as error:
             raise self.sample_error(request, error) from None
-        return MicroBatch(
-            step=request.step,
-            shard=request.shard,
-            indices=request.indices,
-            batch=batch,
-            ghost=request.ghost,
-            shards=request.shards,
-            present=request.present,
-            left_out=left_out or {},
-        )
+        place = {name: value for name, value in vars(request).items() if name != "epoch"}
+        return MicroBatch(**place, batch=batch, left_out=left_out or {})
 
     def batch(self, request: ShardRequest) -> Batch:
         """Fetch the samples as tensors; raises whatever the user's code raises."""
@@ -74,12 +67,10 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         if self.dtypes is None:
             self.dtypes = {}
             for index in range(min(len(self.source), MAX_TRIES)):
-                try:
+                with suppress(Exception):
                     first = self.collated(ShardRequest(step=-1, shard=0, epoch=-1, indices=(index,)))
-                except Exception:
-                    continue
-                self.dtypes = {name: column.dtype for name, column in first.items()}
-                break
+                    self.dtypes = {name: column.dtype for name, column in first.items()}
+                    break
         return self.dtypes
 
     def collated(self, request: ShardRequest) -> Batch:
