@@ -3,7 +3,6 @@ RandAugment and others), with random numbers seeded by seed, epoch and sample.""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,10 @@ def keys_of(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
 
 
 class Augmented:
-    """A training split whose samples pass through a function each time they are fetched."""
+    """A training split whose samples pass through functions each time they are fetched."""
 
-    def __init__(self, source: Source, augment: Augment, seed: int) -> None:
-        self.source, self.augment, self.seed = source, augment, seed
+    def __init__(self, source: Source, *augments: Augment, seed: int) -> None:
+        self.source, self.augments, self.seed = source, augments, seed
         self.spec, self.lengths = source.spec, source.lengths
 
     def __len__(self) -> int:
@@ -47,8 +46,8 @@ class Augmented:
         return self.source.__getitems__(list(indices))
 
     def drawn(self, indices: Sequence[int], epoch: int) -> Columns:
-        """Return the samples of an epoch. The function gets a copy of each, which it may change in place; the overhead
-        is 10 µs per sample."""
+        """Return the samples of an epoch. The functions get a copy of each, which they may change in place; the
+        overhead is 10 µs per sample."""
         columns = self.source.__getitems__(list(indices))
         if isinstance(columns, Collated):
             raise DataError(
@@ -58,7 +57,10 @@ class Augmented:
         rows, keys = [], mix(keys_of(self.seed, epoch, indices))  # other keys than the fetch itself uses
         for position, key in enumerate(keys):
             seed_all(int(key))
-            rows.append(self.augment({name: deepcopy(column[position]) for name, column in columns.items()}))
+            sample = {name: deepcopy(column[position]) for name, column in columns.items()}
+            for augment in self.augments:
+                sample = dict(augment(sample))
+            rows.append(sample)
         return {name: _column([row[name] for row in rows], columns.get(name)) for name in rows[0]}
 
 
@@ -77,13 +79,7 @@ def augmented(source: Source, section: DataSection, seed: int) -> Source:
     steps: list[Augment] = [augment] if augment is not None else []
     if section.transforms:
         steps.append(ImageTransforms(section.transforms, source.spec))
-    return Augmented(source, partial(_chained, steps), seed) if steps else source
-
-
-def _chained(steps: Sequence[Augment], sample: dict[str, Any]) -> Sample:
-    for step in steps:
-        sample = dict(step(sample))
-    return sample
+    return Augmented(source, *steps, seed=seed) if steps else source
 
 
 class ImageTransforms:

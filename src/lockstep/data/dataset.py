@@ -65,7 +65,7 @@ def stream_of(source: Source) -> Stream | None:
 def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
     """Return a subset of a source, with its augmentation."""
     if isinstance(source, Augmented):
-        return Augmented(select(source.source, rows), source.augment, source.seed)
+        return Augmented(select(source.source, rows), *source.augments, seed=source.seed)
     return Subset(source, rows)
 
 
