@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,5 @@ def _moved(place: Place, first: int, number: int) -> str:
 
 def _labels(column: Any) -> list[Any]:
     """Return the labels; equal ones are one object."""
-    known: dict[str, Any] = {}
-    labels = []
-    for chunk in column.chunks:
-        for text in chunk.to_pylist():
-            label = known[text] if text in known else json.loads(text)
-            if len(known) < MAX_KNOWN:
-                known[text] = label
-            labels.append(label)
-    return labels
+    read = lru_cache(MAX_KNOWN)(json.loads)
+    return [read(text) for chunk in column.chunks for text in chunk.to_pylist()]
