@@ -71,6 +71,7 @@ class ChatTokenizer:
         self.inner: Any = inner
         """PartsOfWords where there is a template: only then are encoder, names and with_special used."""
         self.pad_id, self.token_bytes, self.begin = inner.pad_id, inner.token_bytes, inner.begin
+        self.decode, self.text_after = inner.decode, inner.text_after
         self.skips = skips
         self.template: Template | None = inner.template
         self.day = day if self.template is not None and self.template.asks_for_date else None
@@ -105,12 +106,6 @@ class ChatTokenizer:
         )
         ((*parts,),) = self._seamless([self._texts(pieces)])
         return [token for part in parts for token in part]
-
-    def decode(self, ids: list[int]) -> str:
-        return self.inner.decode(ids)
-
-    def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        return self.inner.text_after(prompt, ids)
 
     def special(self) -> Special:
         """Return the tokenizer's special tokens, with the tokens and texts that end an answer by the template."""

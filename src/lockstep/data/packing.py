@@ -34,15 +34,10 @@ def unmarked(text: str) -> tuple[bool, str, bool]:
     return ended.startswith(BEGIN), ended.removeprefix(BEGIN), ended != text
 
 
-def is_begun(ends: np.ndarray) -> np.ndarray:
-    """Return whether each piece begins a document: the first does, and each behind one that ends one."""
-    return np.append(True, ends[:-1])  # noqa: FBT003 (a value)
-
-
 def document_starts(tokens: Tokens) -> np.ndarray:
-    """Return the first token of each document, int64, in order; a source of pieces says which of them end one."""
-    starts, ends = tokens.offsets[:-1], getattr(tokens.source, "ends", None)
-    return starts if ends is None else starts[is_begun(ends)]
+    """Return the first token of each document, int64, in order; a source of pieces says which of them begin one."""
+    starts, begins = tokens.offsets[:-1], getattr(tokens.source, "begins", None)
+    return starts if begins is None else starts[begins]
 
 
 class Windows:

@@ -15,7 +15,7 @@ from lockstep.base.errors import DataError
 from lockstep.data.columns import Place, check_named, require, rows_of, texts_of
 from lockstep.data.huggingface import load_split
 from lockstep.data.in_memory import PlainTexts
-from lockstep.data.packing import BEGIN, END, UNREADABLE, held_out_rows, is_begun
+from lockstep.data.packing import BEGIN, END, UNREADABLE, held_out_rows
 from lockstep.data.sources.text import SUFFIXES, Config, text_files
 
 MOST, LEAST = 16 << 10, 256
@@ -39,7 +39,7 @@ class Pieces:
         self.files, self.table, self.repairs = files, table, repairs
         continued = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
         self.ends = np.append(~continued, True)  # noqa: FBT003 (a value)
-        self.begins = is_begun(self.ends)
+        self.begins = np.append(True, ~continued)  # noqa: FBT003
         digest = hashlib.sha256(table.tobytes())
         for file in files:
             found = file.stat()
