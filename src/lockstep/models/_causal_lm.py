@@ -307,7 +307,7 @@ def _keep_apart(config: Config, model: CausalTransformer, vocabulary: int) -> No
     for way in (by_positions,) if has_windows else (by_positions, by_mask):
         model.apart = way
         try:
-            if keeps_apart(model, model, vocabulary=vocabulary):
+            if keeps_apart(model, vocabulary=vocabulary):
                 return
         except (TypeError, ValueError, RuntimeError, IndexError):  # of a model without such arguments
             continue

@@ -3,14 +3,12 @@
 m = samples, T = tokens of one, V = vocabulary. The column "document", int64 [m, T], numbers the documents of a sample.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, Model, Outputs
+from lockstep.base.model_contracts import Model
 from lockstep.core.modules.outputs import logits_of
 
 DOCUMENT = "document"
@@ -34,10 +32,10 @@ def visible_of(document: Tensor) -> Tensor:
     return ((document[:, :, None] == document[:, None, :]) & (order <= order[:, None]))[:, None]
 
 
-def keeps_apart(model: Model, forward: Callable[[Batch], Outputs], *, vocabulary: int) -> bool:
+def keeps_apart(model: Model, *, vocabulary: int) -> bool:
     """Return whether a document has the same logits behind another one as alone; True where there are no logits.
 
-    Passes on what `forward` raises, which that of a model without memory for its weights (deferred_init) does: it is
+    Passes on what the model raises, which that of a model without memory for its weights (deferred_init) does: it is
     then built with memory.
     """
     tokens = torch.tensor([[1, 2, 3, 0, 2, 0, 1]]) % vocabulary
@@ -47,7 +45,7 @@ def keeps_apart(model: Model, forward: Callable[[Batch], Outputs], *, vocabulary
     try:
         with torch.no_grad():
             behind, alone = (
-                logits_of(forward({"input_ids": tokens[:, start:], DOCUMENT: document[:, start:]})) for start in (0, 4)
+                logits_of(model({"input_ids": tokens[:, start:], DOCUMENT: document[:, start:]})) for start in (0, 4)
             )
     finally:
         model.train(was_training)

@@ -142,21 +142,19 @@ class GPT(ObjectiveModel):
     def forward(self, batch: Batch) -> Tensor:
         ids, document = batch["input_ids"], batch.get("document")
         if document is None:
-            reads = self._reads(torch.arange(ids.shape[1], device=ids.device), None)
+            positions, visible = torch.arange(ids.shape[1], device=ids.device), None
         else:
-            reads = self._reads(positions_of(document)[:, None], visible_of(document))
-        x = self.embedding(ids)
+            positions, visible = positions_of(document)[:, None], visible_of(document)
+        x, reads = self.embedding(ids), (turns_at(positions, self.head_size), visible)
         for layer in self.layers:
             x = layer(x, reads)
         return self.head(x)
 
-    def _reads(self, positions: Tensor, visible: Tensor | None) -> Reads:
-        return turns_at(positions, self.head_size), visible
-
     CACHES = SLIDES = True
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        x, reads, entries = self.embedding(tokens), self._reads(*behind_padding(mask, tokens.shape[1])), []
+        positions, visible = behind_padding(mask, tokens.shape[1])
+        x, reads, entries = self.embedding(tokens), (turns_at(positions, self.head_size), visible), []
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderBlock)
             x, entry = layer.decode(x, reads, cache[number] if cache else None)

@@ -88,7 +88,7 @@ def build(config: Config, spec: DataSpec) -> Model:
             f"{few(compiled)} of {config.file} is trained without your torch.compile, whose code depends on how the "
             "model is divided among processes; train.compile=true compiles the model's blocks",
         )
-    if spec.documents and spec.vocabulary and not keeps_apart(model, model, vocabulary=spec.vocabulary):
+    if spec.documents and spec.vocabulary and not keeps_apart(model, vocabulary=spec.vocabulary):
         raise not_apart(f"the model in {config.file}, which gets them as batch['document'],")
     return model
 
