@@ -1,7 +1,6 @@
 """Targets in a label column: one class, several classes, a number, or a class for each word."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,36 +32,23 @@ class Targets:
         return {"labels": self.labels, "numbers": self.numbers, "objective": self.objective}
 
 
-class LabelColumn(ABC):
-    """Reader and encoder of a label column."""
+class LabelColumn:
+    """Reader and encoder of a label column: of one class for each sample, unless a subclass reads others."""
 
-    @abstractmethod
     def read(self, cells: Iterable[Any], place: Place) -> list[Any]:
         """Check the cells. Raises DataError for the first one that is no target."""
+        return labels_of(cells, place)
 
     def read_texts(self, texts: Iterable[Any], read: Sequence[Any], place: Place) -> list[str]:
         """Check the texts of the cells that were read. Raises DataError for the first one that is no text."""
         return texts_of(texts, place)
 
-    @abstractmethod
     def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
         """Return the names of the classes or the number, from the training samples."""
-
-    @abstractmethod
-    def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
-        """Encode targets. Raises DataError for a class without a name; `known_to`: owner of the names."""
-
-
-class ClassColumn(LabelColumn):
-    """One class."""
-
-    def read(self, cells: Iterable[Any], place: Place) -> list[str]:
-        return labels_of(cells, place)
-
-    def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
         return names_of(train)
 
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
+        """Encode targets. Raises DataError for a class without a name; `known_to`: owner of the names."""
         return Targets(values=positions(read, names, place, known_to=known_to), labels=names)
 
 
@@ -120,7 +106,7 @@ class NumberColumn(LabelColumn):
         return Targets(values=np.array(read, dtype=np.float32), numbers=names)
 
 
-class TagsColumn(LabelColumn):
+class TagsColumn(ClassesColumn):
     """A class for each word of a text: both are lists, or texts that white space separates."""
 
     def read(self, cells: Iterable[Any], place: Place) -> list[list[str]]:
@@ -144,9 +130,6 @@ class TagsColumn(LabelColumn):
             found.append(joined(words))
         return found
 
-    def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
-        return names_of(name for row in train for name in row)
-
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
         values = np.empty(len(read), dtype=object)
         for number, row in enumerate(read):
@@ -166,7 +149,7 @@ def _listed(cell: Any, where: str, what: str) -> list[Any]:
 
 
 COLUMNS: dict[str, LabelColumn] = {
-    "class": ClassColumn(),
+    "class": LabelColumn(),
     "classes": ClassesColumn(),
     "number": NumberColumn(),
     "tags": TagsColumn(),
