@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -71,7 +72,7 @@ def _user_metric(name: str, declared: Any) -> DeclaredMetric:
             f"metrics(spec) gives {_described(declared)} for {name!r}: a metric is a torchmetrics.Metric, or a pair of "
             "one and a function (outputs, batch) -> the arguments of its update(); None leaves out a built-in one"
         )
-    return DeclaredMetric(metric=metric, arguments=_adapted(name, adapter or _outputs_and_label(name)))
+    return DeclaredMetric(metric=metric, arguments=partial(_arguments, name=name, adapter=adapter))
 
 
 def _described(value: Any) -> str:
@@ -80,30 +81,21 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _outputs_and_label(name: str) -> Arguments:
-    def default(outputs: Outputs, batch: Batch) -> Any:
-        if LABEL not in batch:
-            raise ModelError(
-                f"the metric {name!r} cannot be shown anything: without a function of its own a metric is updated with "
-                f"the outputs and the column {LABEL!r}, and the data has no such column (there is: "
-                f"{', '.join(sorted(batch))}); {EXAMPLE}"
-            )
-        return outputs, batch[LABEL]
-
-    return default
-
-
-def _adapted(name: str, adapter: Arguments) -> Arguments:
-    def checked(outputs: Outputs, batch: Batch) -> Any:
-        arguments = adapter(outputs, batch)
-        if not isinstance(arguments, tuple | list | dict | None):
-            raise ModelError(
-                f"the function of the metric {name!r} gives {_described(arguments)}: it gives a tuple of the arguments "
-                "of the metric's update(), a dict of them by name, or None where this batch does not count"
-            )
-        return arguments
-
-    return checked
+def _arguments(outputs: Outputs, batch: Batch, *, name: str, adapter: Arguments | None) -> Any:
+    """Return the arguments of a user's metric, by default outputs and labels. Raises ModelError."""
+    if adapter is None and LABEL not in batch:
+        raise ModelError(
+            f"the metric {name!r} cannot be shown anything: without a function of its own a metric is updated with "
+            f"the outputs and the column {LABEL!r}, and the data has no such column (there is: "
+            f"{', '.join(sorted(batch))}); {EXAMPLE}"
+        )
+    arguments = adapter(outputs, batch) if adapter else (outputs, batch[LABEL])
+    if not isinstance(arguments, tuple | list | dict | None):
+        raise ModelError(
+            f"the function of the metric {name!r} gives {_described(arguments)}: it gives a tuple of the arguments "
+            "of the metric's update(), a dict of them by name, or None where this batch does not count"
+        )
+    return arguments
 
 
 def mode_of(name: str, metrics: Mapping[str, DeclaredMetric]) -> Literal["min", "max"] | None:
