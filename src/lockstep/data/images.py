@@ -38,7 +38,7 @@ class Scaling:
         image = image.convert("L" if channels == 1 else "RGB")
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(image)
+        pixels = np.array(image)  # a copy, which the user's `prepare` may write to
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
@@ -54,11 +54,15 @@ class ImageReader:
 
     def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         """Return the pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
-        return self.fit(open_image(file, where, formats))
+        return self.input_of(open_image(file, where, formats), where)
+
+    def input_of(self, image: Image.Image, where: str) -> np.ndarray:
+        return self.fit(image)
 
     def blank(self) -> np.ndarray:
-        """Return a black image."""
-        return np.zeros(self.fit.shape, dtype=np.uint8)
+        """Return the input for a black image."""
+        _, height, width = self.fit.shape
+        return self.input_of(Image.new("RGB", (width, height)), "a black image")
 
     def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
         """Return None: all have the same length."""

@@ -12,7 +12,7 @@ from lockstep.base import plugins, trust
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError, ModelError
 from lockstep.data.collate import pixels
-from lockstep.data.images import ImageReader, Scaling, open_image
+from lockstep.data.images import ImageReader, Scaling
 
 PREPARE, PREPARE_IMAGE = "prepare", "prepare_image"
 
@@ -52,18 +52,9 @@ class PreparedReader(ImageReader):
         super().__init__(Scaling(shape))
         self.preparation = preparation
 
-    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
-        if self.preparation.takes_image:
-            return self._prepared(open_image(file, where, formats), where)
-        return np.asarray(self.preparation(super().__call__(file, where, formats=formats), where))
-
-    def blank(self) -> np.ndarray:
-        if self.preparation.takes_image:
-            _, height, width = self.fit.shape
-            return self._prepared(Image.new("RGB", (width, height)), "a black image")
-        return np.asarray(self.preparation(super().blank(), "a black image"))
-
-    def _prepared(self, image: Image.Image, where: str) -> np.ndarray:
+    def input_of(self, image: Image.Image, where: str) -> np.ndarray:
+        if not self.preparation.takes_image:
+            return np.asarray(self.preparation(self.fit(image), where))
         made = self.preparation(image.convert("L" if self.fit.shape[0] == 1 else "RGB"), where)
         return np.asarray(pixels(made) if isinstance(made, Image.Image) else made)
 
