@@ -94,10 +94,10 @@ def _on_this_machine(section: DataSection, publish: Callable[[object], None]) ->
     """Return the section with local copies in place of paths in an object store."""
 
     def copy(place: RemotePath) -> Path:
-        def progress(done: int, total: int) -> None:
-            publish(Preparing(what=f"copying {place}", done=done, total=total))
-
-        return remote_storage.here(place, section.cache, progress)
+        what = f"copying {place}"
+        return remote_storage.here(
+            place, section.cache, lambda done, total: publish(Preparing(what=what, done=done, total=total))
+        )
 
     remote = {name: value for name, value in section if isinstance(value, RemotePath)}
     return section.model_copy(update={name: copy(place) for name, place in remote.items()}) if remote else section

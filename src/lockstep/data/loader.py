@@ -123,14 +123,10 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     if stacks is not None:
         stacks.register(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_on_next_sigterm)
+    # one may be a launcher's while the last step still needs data; the next one ends the worker
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if hasattr(signal, "SIGUSR1"):  # Slurm sends its warning to every process of a job
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _exit_on_next_sigterm(*_: Any) -> None:
-    """Ignore one SIGTERM, which may be a launcher's while the last step still needs data; the next ends the worker."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def one_by_one(source: Source, rows: Iterable[int], *, pad_id: int = 0, workers: int) -> Iterator[object]:

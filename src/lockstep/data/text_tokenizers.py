@@ -14,6 +14,7 @@ import numpy as np
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lockstep.base import storage
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError, LockstepError
 from lockstep.core.host.pretrained_files import load
@@ -217,9 +218,7 @@ def _learned(train: Source, vocabulary: int, cache: Path, *, special: SpecialTok
                     vocab_size=vocabulary, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
                 )
                 tokenizer.train_from_iterator(_sample(train), trainer)
-                temporary = file.with_suffix(".tmp")
-                tokenizer.save(str(temporary))
-                temporary.replace(file)
+                storage.write(file, tokenizer.to_str(pretty=True))
     except OSError as error:
         raise DataError(f"cannot keep a tokenizer in {cache}: {error.strerror}; name another with data.cache") from None
     return PartsOfWords(Tokenizer.from_file(str(file)), 0, special=special)
