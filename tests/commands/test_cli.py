@@ -306,6 +306,13 @@ def test_run_that_was_moved_is_found_where_it_lies(tmp_path):
     assert run_of(run, [f"run.dir={tmp_path}"])[0].folder == tmp_path / "1e3"
 
 
+def test_a_folder_of_a_run_that_was_given_an_odd_name(lockstep, tmp_path):
+    run = run_folder(tmp_path / "runs" / "a (1)", step=7)
+    for words in (("evaluate", run), ("checkpoints", run), ("train", run / "recipe.yaml")):
+        refused(lockstep(*words), f"{run}: rename this folder")
+    assert run_of(run, ["run.name=b"])[0].folder == tmp_path / "runs" / "b"
+
+
 @pytest.mark.parametrize("example", CONFIGS, ids=lambda path: path.stem)
 def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, example):
     name = f"run.name={'n' * 150}.dry"

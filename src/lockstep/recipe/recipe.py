@@ -19,6 +19,7 @@ from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.data.data_config import AUTO, BYTES, NO_PROCESSOR, AudioSection, PixelSection
 from lockstep.observe.observe_config import ObserveSection
 from lockstep.observe.run_folder import RunFolder
+from lockstep.recipe import run_names
 from lockstep.recipe.export_config import ExportSection
 from lockstep.training.optim_config import WHOLE_TENSORS, OptimSection, ScheduleSection
 from lockstep.training.training_config import EvaluateSection, TrainSection
@@ -29,9 +30,6 @@ def plugin(family: str, default: str) -> Kind:
     return Kind(default, lambda name: plugins.find(family, name).Config, lambda: plugins.names(family))
 
 
-LONGEST_NAME = 200
-"""Limit in bytes; file systems allow 255, and names of temporary files are longer."""
-DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{i}" for port in ("COM", "LPT") for i in range(1, 10))}
 PROCESSORS = {"tokenizer": BYTES, "image_processor": NO_PROCESSOR, "feature_extractor": NO_PROCESSOR}
 """Setting of the data -> what its default, auto, stands for with a model that has none of its own."""
 MOST_SHARDS = 2**16
@@ -59,14 +57,8 @@ class RunSection(Section):
     @field_validator("name")
     @classmethod
     def _is_one_folder(cls, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if not re.fullmatch(r"[\w-][\w.-]*", name):
-            raise ValueError("a run's name is one folder: letters, digits, '.', '-' and '_', not beginning with '.'")
-        if len(name.encode()) > LONGEST_NAME:
-            raise ValueError(f"a run's name is at most {LONGEST_NAME} bytes long")
-        if name.split(".")[0].upper() in DEVICES:
-            raise ValueError("to Windows this is a device, not a folder: choose another name")
+        if name is not None:
+            run_names.check(name)
         return name
 
 
@@ -215,19 +207,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a config file. Raises ConfigError, with a line per mistake. The recipe.yaml of a run stands for the folder
     that it is in, even if that has been moved since."""
     if path.name == "recipe.yaml" and (path.parent / "checkpoints").is_dir():
-        overrides = [*run_folder_overrides(path.absolute().parent), *overrides]
+        overrides = run_names.folder_overrides(path.absolute().parent, overrides)
     return _with_defaults(config.load(Recipe, path, overrides, check=contradictions))
 
 
 def parse(text: str, *, file: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a config in memory; `file` names it in messages. Raises ConfigError."""
     return _with_defaults(config.parse(Recipe, text, file=file, overrides=overrides, check=contradictions))
-
-
-def run_folder_overrides(run: Path) -> list[str]:
-    """Return overrides that make a recipe stand for the run in this folder, an absolute path."""
-    settings = {"run.dir": str(run.parent), "run.name": run.name}
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
 def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

@@ -11,6 +11,7 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.layout import CheckpointSection, listed
 from lockstep.observe.run_folder import LOOP, RECIPE, RunFolder
 from lockstep.recipe import recipe as recipes
+from lockstep.recipe import run_names
 from lockstep.recipe.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
@@ -48,7 +49,7 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
         if (root.parent / LOOP).is_file():
             what = "a script trained it with lockstep.Loop, and only that script knows its model and data"
         raise ConfigError(f"{path} is no run: {what} (runs are folders such as runs/NAME)")
-    overrides = [*recipes.run_folder_overrides(root.parent), *(overrides or [])]
+    overrides = run_names.folder_overrides(root.parent, overrides or [])
     return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
 
 

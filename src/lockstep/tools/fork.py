@@ -13,6 +13,7 @@ from lockstep.observe.run_folder import RunFolder
 from lockstep.recipe import recipe as recipes
 from lockstep.recipe import recipe_trust, run_paths
 from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.run_names import LONGEST_NAME
 from lockstep.tools.trials import prepared
 from lockstep.training.resume import problem
 
@@ -46,7 +47,7 @@ def planned(
             what += f", whose newest checkpoint up to step {begins_at} this is"
     start = f"at-{layout.step_of(checkpoint) if checkpoint else 0}"
     suffix = f"without-{recipes.name_part(without)}" if without else start
-    name = f"{parent.run.name}-{suffix}".encode()[: recipes.LONGEST_NAME].decode(errors="ignore")
+    name = f"{parent.run.name}-{suffix}".encode()[:LONGEST_NAME].decode(errors="ignore")
     section = recipes.RunSection(**{**dict(recipe.run), "name": recipe.run.name or name, "parent": checkpoint})
     recipe = recipe.model_copy(update={"run": section})
     if RunFolder(recipe.folder).has_settings:
