@@ -188,6 +188,11 @@ def takes_another_number(folder):
     made(folder, precision="fp8")
 
 
+def evaluates_less_than_a_sample(folder):
+    _, _, loop = made(folder)
+    loop.evaluate(Points(), lambda batch: {"samples": len(batch["x"])}, micro_batch=-3)
+
+
 def changes_the_batch(folder):
     trained(folder)
     made(folder, global_batch=16)
@@ -263,6 +268,7 @@ MISTAKES = {
     makes_a_layer_late: "is made in the forward pass",
     takes_large_micro_batches: "more than global_batch=24",
     takes_another_number: "precision='fp8'",
+    evaluates_less_than_a_sample: "micro_batch=-3: input should be greater",
     changes_the_batch: "allow_drift=True",
     trains_twice_at_once: "another folder=...",
     goes_on_with_another_rate: "optim.groups.1",

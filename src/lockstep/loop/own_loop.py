@@ -216,10 +216,11 @@ class Loop:
         data set of which each process takes its share. Without rounding errors, in evaluation mode, without gradients,
         in the precision of the training. Every process has to call it."""
         source = Samples(dataset, self._collate, "the data set of loop.evaluate")
+        size = self._settings.train.micro_batch if micro_batch is None else micro_batch
         requests = EvaluationRequests(
             samples=len(source),
             lengths=None,
-            micro_batch=micro_batch or self._settings.train.micro_batch,
+            micro_batch=checked(TrainSection, {"micro_batch": size}).micro_batch,
             rank=self.rank,
             world_size=self.world_size,
         )
