@@ -193,6 +193,11 @@ def evaluates_less_than_a_sample(folder):
     loop.evaluate(Points(), lambda batch: {"samples": len(batch["x"])}, micro_batch=-3)
 
 
+def names_a_file(folder):
+    folder.write_text("notes")
+    made(folder)
+
+
 def changes_the_batch(folder):
     trained(folder)
     made(folder, global_batch=16)
@@ -269,6 +274,7 @@ MISTAKES = {
     takes_large_micro_batches: "more than global_batch=24",
     takes_another_number: "precision='fp8'",
     evaluates_less_than_a_sample: "micro_batch=-3: input should be greater",
+    names_a_file: "cannot be made a folder (File exists): give lockstep.Loop another folder",
     changes_the_batch: "allow_drift=True",
     trains_twice_at_once: "another folder=...",
     goes_on_with_another_rate: "optim.groups.1",

@@ -129,7 +129,12 @@ class LoopFolder:
 
     def _claim(self) -> None:
         """Lock the folder: two runs in it would delete each other's checkpoints. Raises LaunchError, ConfigError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"{self.path} cannot be made a folder ({error.strerror}): give lockstep.Loop another folder=..."
+            ) from None
         run_paths.check_folder(self.path)
         if (self.path / RECIPE).exists():
             raise LaunchError(
