@@ -1,12 +1,14 @@
 """Mistakes of scripts with lockstep.Loop: each is told, and says what to write instead."""
 
 import pathlib
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from own_loops import SIZES, Net, Points, losses, made, one_cycle, trained
+from own_loops import SIZES, Net, Points, halved, losses, made, one_cycle, trained
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import lr_scheduler
 
 import lockstep
 from lockstep.base.errors import LockstepError
@@ -233,6 +235,44 @@ def goes_on_with_another_rate(folder):
         assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4, 0.05]
 
 
+def cycle_of(steps):
+    return partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=steps)
+
+
+def goes_on_with_a_longer_cycle(folder):
+    """With allow_drift=True it is the longer one, at the step where the shorter one ended."""
+    trained(folder, scheduler=cycle_of(10))
+    try:
+        made(folder, scheduler=cycle_of(20), epochs=4)
+    finally:
+        _, scheduler, loop = made(folder, scheduler=cycle_of(20), epochs=4, allow_drift=True)
+        assert (loop.done, scheduler.last_epoch, scheduler.total_steps) == (10, 10, 20)
+        for step in loop:
+            for batch in step:
+                step.backward(losses(loop._model, batch))
+            scheduler.step()
+
+
+def goes_on_with_another_scheduler(folder):
+    trained(folder, scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))
+    made(folder, scheduler=partial(lr_scheduler.StepLR, step_size=4))
+
+
+def goes_on_without_its_scheduler(folder):
+    trained(folder, scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))
+    made(folder)
+
+
+def goes_on_with_one_scheduler_more(folder):
+    trained(folder)
+    made(folder, scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))
+
+
+def goes_on_without_its_schedule(folder):
+    trained(folder, schedule=halved)
+    made(folder)
+
+
 def goes_on_with_fewer_groups(folder):
     begins_with_groups(folder)
     grouped(folder, 0.1, allow_drift=True)
@@ -278,6 +318,11 @@ MISTAKES = {
     changes_the_batch: "allow_drift=True",
     trains_twice_at_once: "another folder=...",
     goes_on_with_another_rate: "optim.groups.1",
+    goes_on_with_a_longer_cycle: "'total_steps': '20'",
+    goes_on_with_another_scheduler: "in the checkpoint, {'kind': 'StepLR'",
+    goes_on_without_its_scheduler: "optim.scheduler: {'kind': 'ExponentialLR'",
+    goes_on_with_one_scheduler_more: "optim.scheduler: None in the checkpoint, {'kind': 'ExponentialLR'",
+    goes_on_without_its_schedule: "optim.schedule: 'a function of the step' in the checkpoint, None now",
     goes_on_with_fewer_groups: "had 3 groups of parameters, and has 2",
     goes_on_with_another_model: "another model",
 }

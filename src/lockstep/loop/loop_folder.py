@@ -18,8 +18,8 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
-from lockstep.loop.loop_settings import LoopSettings
-from lockstep.loop.script_optimizer import GROUPS, ScriptOptimizer
+from lockstep.loop.loop_settings import SCHEDULE, LoopSettings
+from lockstep.loop.script_optimizer import GROUPS, SCHEDULER, ScriptOptimizer
 from lockstep.observe.run_folder import LOOP, RECIPE, SUMMARY
 from lockstep.observe.run_history import RunHistory
 from lockstep.recipe import run_paths
@@ -29,6 +29,8 @@ from lockstep.training.state import TrainState
 
 SCRIPT = "script"
 """Key of the state of the script's optimizer, in the progress of a manifest."""
+ADDED = (GROUPS, SCHEDULE, SCHEDULER)
+"""Parts of the numeric recipe that checkpoints of earlier versions lack."""
 FOR_SCRIPTS = "For lockstep.Loop: another folder=..., or allow_drift=True"
 
 
@@ -83,7 +85,7 @@ class LoopFolder:
                 state,
                 self.checkpoints,
                 "auto",
-                numeric=NumericRecipe(self.numeric, [name for name in self.numeric if name.startswith(GROUPS)]),
+                numeric=NumericRecipe(self.numeric, [name for name in self.numeric if name.startswith(ADDED)]),
                 allow_drift=self.settings.allow_drift,
                 warn=self.warn,
                 prepare=lambda folder: optimizer.prepare(folder, layout.read_manifest(folder).progress[SCRIPT]),

@@ -23,6 +23,9 @@ OPTIMIZER = "optimizer."
 GROUPS = "optim.groups."
 """Prefix of its parameter groups in the numeric recipe."""
 
+SCHEDULER = "optim.scheduler"
+"""Name of its scheduler in the numeric recipe."""
+
 
 def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return a script's scheduler, or what its function makes. Raises ConfigError where it gives a `schedule`, too."""
@@ -43,6 +46,8 @@ class ScriptOptimizer:
         self.initial = deepcopy(self._options())  # a scheduler changes rates that are tensors in place
         """Options of the parameter groups as the script has made them."""
         try:
+            self.scheduled: dict[str, Any] = {} if scheduler is None else _unpacked(_packed(scheduler.state_dict()))
+            """State of the scheduler as the script has made it."""
             _unpacked(self.state())
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
@@ -78,7 +83,10 @@ class ScriptOptimizer:
         for name, values in memory["values"].items():
             self.optimizer.state[parameters[name]].update(values)
         if self.scheduler is not None and memory["scheduler"] is not None:
-            self.scheduler.load_state_dict(memory["scheduler"])
+            began, made = memory.get("scheduled", self.scheduled), self.scheduled
+            other = {name for name in {*began, *made} if repr(began.get(name)) != repr(made.get(name))}  # allow_drift
+            kept = {name: value for name, value in memory["scheduler"].items() if name not in other}
+            self.scheduler.load_state_dict(self.scheduler.state_dict() | kept)
 
     def prepare(self, folder: Path, text: str) -> None:
         """Train the parameters that a checkpoint in a folder has trained, whose `state` was this text. Run one step if
@@ -109,9 +117,13 @@ class ScriptOptimizer:
             plain = {key: repr(value) for key, value in self.optimizer.defaults.items()}
             own = {key: repr(value) for key, value in options.items() if repr(value) != plain.get(key)}
             if len(self.initial) > 1:
-                members = "\n".join(self.names[parameter] for parameter in group["params"])
-                own["parameters"] = hashlib.sha256(members.encode()).hexdigest()[:8]
+                own["parameters"] = _short_hash("\n".join(self.names[parameter] for parameter in group["params"]))
             settings[f"{GROUPS}{number}"] = own
+        settings[SCHEDULER] = None
+        if self.scheduler is not None:
+            plain = {name: repr(value) for name, value in self.scheduled.items() if not name.startswith("_")}
+            others = repr({name: value for name, value in self.scheduled.items() if name.startswith("_")})
+            settings[SCHEDULER] = {"kind": type(self.scheduler).__name__, **plain, "others": _short_hash(others)}
         return settings
 
     def _options(self) -> list[dict[str, Any]]:
@@ -129,6 +141,7 @@ class ScriptOptimizer:
             "trained": [name for parameter, name in self.names.items() if parameter.requires_grad],
             "stepped": [*values],
             "variables": self.variables,
+            "scheduled": self.scheduled,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
@@ -162,6 +175,10 @@ class ScriptOptimizer:
         ]
         if other:
             raise ModelError(f"weights that are trained are float32, {few(other)} are not: use model.float()")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _packed(value: Any) -> str:
