@@ -220,7 +220,7 @@ class Loop:
         requests = EvaluationRequests(
             samples=len(source),
             lengths=None,
-            micro_batch=checked(TrainSection, {"micro_batch": size}).micro_batch,
+            micro_batch=checked(TrainSection, micro_batch=size).micro_batch,
             rank=self.rank,
             world_size=self.world_size,
         )
