@@ -70,8 +70,7 @@ def written_chunks(plan: Any, results: Iterable[Any]) -> Table:
 
 
 def write(folder: Path, tables: Iterable[Table]) -> None:
-    """Write what all ranks have written as one table, for Lockstep and for other readers; of a chunk that several ranks
-    have written, the first. Raises OSError."""
+    """Write what all ranks have written as one table, for all readers; of equal chunks the first. Raises OSError."""
     table: dict[str, StoredTensor] = {}
     for part in tables:
         for name, stored in part.items():

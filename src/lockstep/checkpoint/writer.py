@@ -192,8 +192,7 @@ class Writer:
         return self.pending is not None and not self.pending.done()
 
     def finished(self, timeout_seconds: float | None = None) -> Saved | None:
-        """Wait for the last save and return its result, once; None when there is none. Raises TimeoutError, and errors
-        that are not the disk's, such as a lost process."""
+        """Wait for the last save -> its result, once; None without one. Raises errors that are not the disk's."""
         if self.pending is None:
             return None
         saved = self.pending.result(timeout_seconds)

@@ -50,8 +50,7 @@ class Accumulation:
                 target.zero_() if partial is None else target.copy_(partial)
 
     def totals(self, all_reduce: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used
-        it; the local shard of a DTensor."""
+        """Return each parameter with its gradients' sum over all shards of all ranks, or zeros; of DTensors shards."""
         totals: dict[Tensor, Tensor] = {}
         for dtype in {p.dtype: None for p in self.parameters}:  # all ranks in this order
             alike = [p for p in self.parameters if p.dtype == dtype]

@@ -12,7 +12,7 @@ from lockstep.core.distributed.collectives import DisjointSum, all_gather_object
 from lockstep.core.host.activity import progress
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
-from lockstep.core.modules.outputs import detached, widened
+from lockstep.core.modules.outputs import each, widened
 from lockstep.core.modules.weight_watch import WeightWatch
 from lockstep.core.numerics.checksum import checksum
 from lockstep.core.numerics.loss import unweighted, weighted, with_gradient
@@ -139,7 +139,7 @@ class MicroBatches:
 def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
     """Raise ModelError where a model's loss uses weights, which evaluation of a sharded model does not gather."""
     with torch.enable_grad():
-        if unweighted(model.loss(widened(detached(outputs)), batch)).total.requires_grad:
+        if unweighted(model.loss(widened(each(Tensor.detach, outputs)), batch)).total.requires_grad:
             what = "the loss uses weights of its own, which a process that holds only a part of the model does not have"
             raise ModelError(f"{what}: use them in forward() instead, or use parallel.kind=ddp")
 

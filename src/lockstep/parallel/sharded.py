@@ -81,9 +81,8 @@ def round_robin_forward(
     """Return the outputs of `run(batch, rank)` for this rank's batch. A collective: every rank of the group runs the
     batches of all; `run` may return None for those of other ranks. Random numbers are drawn as if each rank had run its
     own batch alone: its generator states are sent with it."""
-    columns, own = {name: column.cpu() for name, column in batch.items()}, None
-    after = generators()
-    sent = columns, after
+    own, after = None, generators()
+    sent = {name: column.cpu() for name, column in batch.items()}, after
     for rank in range(group.size()):
         received, states = broadcast_object(sent, group, source=rank)
         set_generators(states)

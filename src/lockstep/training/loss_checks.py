@@ -23,8 +23,7 @@ TOLERANCE = 1e-3
 def loss_findings(
     loss: Callable[[Any, Batch], LossSum], outputs: Any, batch: Batch, *, seed: Callable[[], None], loss_is: LossIs
 ) -> list[Finding]:
-    """Check a loss; no findings if it is declared batch_wise or draws random numbers, or if outputs or batch cannot be
-    split by samples. `seed` seeds the generators."""
+    """Check a loss; no findings if it is batch_wise, draws random numbers, or gets what cannot be split by samples."""
     sizes = {len(column) for column in batch.values() if isinstance(column, Tensor) and column.ndim}
     if loss_is == "batch_wise" or len(sizes) != 1 or (size := sizes.pop()) < 2:
         return []

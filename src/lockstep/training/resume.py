@@ -194,8 +194,7 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
 def _drift(
     folder: Path, numeric: NumericRecipe, *, allow_drift: bool, warn: Callable[[str], None]
 ) -> list[tuple[str, Any, Any]]:
-    """Return the settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises
-    CheckpointError, listing them, unless `allow_drift`."""
+    """Return the settings that differ in a checkpoint: name, before, now. Raises CheckpointError unless allowed."""
     known = layout.read_manifest(folder).numeric
     differing = layout.differences(known, numeric.values)
     drift = [each for each in differing if each[0] in known or each[0] not in numeric.unset]

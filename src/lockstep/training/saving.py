@@ -41,8 +41,7 @@ class Saving:
     """Duration of the longest save, from the copy to the last rename."""
 
     def start(self, metrics: dict[str, float], *, is_last: bool = False) -> None:
-        """Copy the state and start to write it; waits for the previous save, with a warning. `is_last`: the state does
-        not change until it is written."""
+        """Copy the state and start to write it, after the previous save. `is_last`: the state stays as it is."""
         start = time.monotonic()
         with waiting_in(SAVE):
             self._report(self.writer.finished())

@@ -72,8 +72,7 @@ class Attempts:
         self.seconds = CONNECT_SECONDS + size / 8  # the store answers one request at a time
 
     def until_proven(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
-        """Open this rank's group by `open_own`, with the timeout of connecting; afterwards it has `timeout`.
-        Collective. Raises LaunchError, PeerLost."""
+        """Open this rank's group by `open_own`, which then has `timeout`. Collective. Raises LaunchError, PeerLost."""
         reasons: list[str] = []
         for self.number in range(MOST_ATTEMPTS):
             if self.store.add(f"{self.number}/here", 1) == self.size:

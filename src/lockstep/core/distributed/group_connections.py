@@ -17,8 +17,7 @@ DESCRIPTORS = "/proc/self/fd"
 
 
 def shut_down_connections() -> None:
-    """Shut down the connections of all Gloo groups of this process, in any thread. The groups cannot be used
-    afterwards, and can be destroyed without waiting."""
+    """Shut down the connections of all Gloo groups of this process, in any thread; nothing waits in them any more."""
     for each in _sockets():
         if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo ends the process when it cannot accept
             with suppress(OSError):

@@ -48,8 +48,7 @@ def pairs(size: int) -> Iterator[tuple[int, int]]:
 
 
 def by_pair(device: torch.device) -> dict[int, list[float]]:
-    """Measure other rank -> [seconds of a round trip of one byte, bytes per second to the other rank], at their best.
-    Collective; ranks that are not of the pair wait."""
+    """Measure other rank -> [seconds of a round trip of one byte, bytes per second to it], at best. Collective."""
     rank, found = dist.get_rank(), dict[int, list[float]]()
     for one, other in pairs(dist.get_world_size()):
         for sender, receiver in ((one, other), (other, one)):  # a cable or a queue may be slow in one direction

@@ -44,8 +44,7 @@ class LiveGroup:
     """This worker's place in the formations of its run."""
 
     def __init__(self, name: str, *, joins: bool, timeout_seconds: float) -> None:
-        """Use the open process group: that of the first formation, or of this process alone, which `joins` a run in
-        progress. `timeout_seconds`: of collectives."""
+        """Use the open process group: of the first formation or, where it `joins` a running one, of itself alone."""
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
         self.backend = backend_of(World.from_environment())
         flight_recorder.enable(self.backend)

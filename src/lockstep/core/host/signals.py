@@ -80,11 +80,7 @@ class SignalWatch:
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM: for commands that start processes and stop them on Ctrl-C."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -58,10 +58,6 @@ def widened(outputs: Outputs) -> Outputs:
     return each(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, outputs)
 
 
-def detached(outputs: Outputs) -> Outputs:
-    return each(Tensor.detach, outputs)
-
-
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
     """Detach the tensors, and move them to a device."""
     return each(lambda t: t.detach().to(device), outputs)

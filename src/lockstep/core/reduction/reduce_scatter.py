@@ -74,8 +74,7 @@ class TreeReduceScatter(ReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        """Exchange gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], not added or averaged, or of
-        every machine's partial sums."""
+        """Exchange gradients [S * n] -> this rank's rows of every rank's gradient, or machine's sums, [..., n]."""
         with waiting_in(WAIT):
             if self.rounds.machines is not None:
                 self.nodes, self.rows = added_by_machine(self.rounds, self.rounds.machines, input_tensor)
@@ -151,15 +150,11 @@ def added_by_machine(rounds: Rounds, table: Topology, gradients: Tensor) -> tupl
 class BackendReduceScatter(TreeReduceScatter):
     """The backend's own reduce-scatter, whose order depends on the world size; FSDP adds up the rounds."""
 
-    def __init__(self, name: str, rank: int) -> None:
-        super().__init__(name)
-        self.rank = rank
-
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
         """Reduce gradients [S * n] -> this rank's rows of their sum [n]."""
-        if self.rounds.current[self.rank] is None:
+        if self.rounds.current[group.rank()] is None:
             input_tensor.zero_()
         with waiting_in(WAIT):
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group)
@@ -168,6 +163,6 @@ class BackendReduceScatter(TreeReduceScatter):
     def finish(self, output: Tensor) -> None:
         """Zero a ghost's gradient on a single rank, where FSDP skips the reduce-scatter."""
         self._enter_round()
-        if self.rows is None and self.rounds.current[self.rank] is None:
+        if self.rows is None and self.rounds.current[0] is None:
             output.zero_()
         self.rows = None

@@ -47,8 +47,7 @@ class NetworkTransport:
 
 
 class MachineFirstTransport(NetworkTransport):
-    """Each rank of a machine adds 1/L of the bucket for all of them; then the machines all-reduce the results. Between
-    machines 1/L of what `NetworkTransport` sends."""
+    """Each rank of a machine adds 1/L of the bucket for all of them; then machines all-reduce: 1/L of the traffic."""
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
         super().__init__(group)

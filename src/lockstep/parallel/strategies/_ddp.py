@@ -86,10 +86,9 @@ class CommStream:
         """Do nothing."""
 
 
-ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-SYNCING = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
-"""Name of DDP's argument, which was another before torch 2.13."""
-UNSYNCED: dict[str, Any] = {SYNCING: False}
+IS_NEW = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if IS_NEW else "broadcast_buffers": False}
+"""An argument of DDP, whose name was another before torch 2.13."""
 
 
 class DataParallel(Replicated):

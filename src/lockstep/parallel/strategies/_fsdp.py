@@ -135,7 +135,7 @@ class FullyShardedDataParallel(Sharded):
         scatters = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                scatters.append(TreeReduceScatter(name) if self.exact else BackendReduceScatter(name, self.shard_rank))
+                scatters.append(TreeReduceScatter(name) if self.exact else BackendReduceScatter(name))
                 module.set_custom_reduce_scatter(scatters[-1])
                 module.set_custom_all_gather(AllGather())
                 module.set_all_reduce_hook(scatters[-1].finish)

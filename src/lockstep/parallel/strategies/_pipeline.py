@@ -42,10 +42,8 @@ class Pipeline(Sharded):
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         super().__init__(randomness, precision)
         self.config = config
-        self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
         """Losses of this step by micro-batch, on the rank of the last stage."""
-        self.sum_names: set[str] = set()
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Partition the model, and free the parameters of other ranks' stages. Raises LaunchError, ModelError."""
@@ -55,7 +53,7 @@ class Pipeline(Sharded):
         if (initial := model._lockstep_initial) is not None:
             own, device = set(model.parameters()), self.device  # parameters take no memory yet
             replace_fake(model, lambda t: _placeholder(t, device) if t in own else initial(t).to(device))
-        self.schedules, self.sum_names = {}, set()
+        self.schedules, self.sum_names = dict[int, Any](), set[str]()
         self.partitioned = PartitionedModel(model)
         with raise_on_all_ranks():
             size = self.config.group_size(dist.get_world_size(), len(self.partitioned.blocks))
