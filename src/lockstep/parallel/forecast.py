@@ -66,10 +66,6 @@ class PartialSums:
         return max(self.after)
 
 
-ADDED_AT_ONCE = PartialSums(before=(0, 1), after=(1, 1))
-"""Gradients that are accumulated in place."""
-
-
 @lru_cache(maxsize=256)
 def partial_sums(rounds: tuple[tuple[int, ...], ...], present: Shards, nodes: tuple[Node, ...]) -> PartialSums:
     """Return the numbers of partial sums in a TreeSum when these shards are added round by round."""

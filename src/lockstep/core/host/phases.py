@@ -62,7 +62,6 @@ class PhaseClock:
         self.add(end - start, target, source)
 
     def add(self, seconds: float, target: Phase | None, source: Phase | None) -> None:
-        """Count seconds as `count` does."""
         if target is None:
             self.background += seconds
         else:

@@ -1,7 +1,4 @@
-"""Table of the ranks of each machine, which add with each other first, so that less crosses between machines.
-
-M = machines, L = ranks of each.
-"""
+"""Table of the ranks of each machine, which add with each other first, so that less crosses between machines."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Forecast of `single`: one process, no communication."""
 
 from lockstep.base.errors import LaunchError
-from lockstep.parallel.forecast import ADDED_AT_ONCE, Forecast, Setting, peak_of_passes, sequential_sums
+from lockstep.parallel.forecast import Forecast, PartialSums, Setting, peak_of_passes, sequential_sums
 
 
 def forecast(setting: Setting) -> Forecast:
@@ -9,7 +9,8 @@ def forecast(setting: Setting) -> Forecast:
     if setting.cluster.world > 1:
         raise LaunchError("it runs one process")
     facts = setting.facts
-    sums = sequential_sums(setting.present, setting.present) if setting.is_exact else ADDED_AT_ONCE
+    in_place = PartialSums(before=(0, 1), after=(1, 1))
+    sums = sequential_sums(setting.present, setting.present) if setting.is_exact else in_place
     gradients = sums.most * facts.gradient_bytes
     memory = setting.memory(
         facts.weights,
