@@ -287,7 +287,6 @@ def trial_evaluation(target: EvaluationTarget, micro_batch: MicroBatch) -> tuple
 
 
 def _attempt(task: Callable[[], T]) -> tuple[T | None, LockstepError | None]:
-    """Return (result, None) or (None, error)."""
     try:
         with _as_evaluation_failed():
             return task(), None
