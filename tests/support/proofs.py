@@ -15,7 +15,7 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import prepare_splits
 from lockstep.run.tasks.prove import ProofTask
 from lockstep.tools import trials
-from lockstep.tools.prove.proof_runs import ProofRuns
+from lockstep.tools.prove.proof_runs import ProofRuns, request_for
 from lockstep.tools.prove.proving import Proof
 from lockstep.tools.trials import TrialEnd
 
@@ -57,7 +57,8 @@ def proof_of(ranks, folder, steps=4, **sections):
     said = []
     trust.own(recipe_trust.code_of_files(recipe))
     data = prepare_splits(recipe, lambda _: None)
-    proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, report=said.append)
-    proof.runs = WarmRuns(**vars(proof.runs))
-    proof.runs.ranks, proof.said = ranks, said
+    request, place = request_for(recipe, data), folder / "proof"
+    runs = WarmRuns(recipe=recipe, folder=place, steps=steps, request=request, report=said.append)
+    proof = Proof(runs=runs, data=data)
+    runs.ranks, proof.said = ranks, said
     return proof

@@ -18,6 +18,7 @@ from lockstep.checkpoint.layout import listed, step_of
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.splits import Splits
 from lockstep.tools import trials
 from lockstep.tools.prove.proof_table import NotShown
 from lockstep.tools.trials import TrialEnd, TrialFailed, processes_text, strategy, strategy_of
@@ -57,6 +58,12 @@ def test_samples(recipe: Recipe, available: int) -> int:
     """Return the number of test samples that a proof evaluates; no whole micro-batches, where there is a choice."""
     size = recipe.evaluate.micro_batch or recipe.train.micro_batch
     return available if available <= WHOLE_TEST * size else TEST_SUBSET * size + max(1, size // 3)
+
+
+def request_for(recipe: Recipe, data: Splits) -> ProofRequest:
+    return ProofRequest(
+        train_samples=train_samples(recipe, len(data.train)), test_samples=test_samples(recipe, len(data.test))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,8 @@ class ProofRuns:
     report: Callable[[str], None]
     undisturbed: dict[int, ProofRun] = field(default_factory=dict)
     """Number of processes -> the run with the recipe's own strategy; each is made once."""
+    repeat_cause: str = ""
+    """Why single micro-batches differ when they are repeated, if they do. Runs then differ for the same reason."""
 
     def on(self, processes: int) -> ProofRun:
         """Return the undisturbed run with this many processes."""

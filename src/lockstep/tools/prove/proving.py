@@ -22,9 +22,15 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.splits import Splits
 from lockstep.tools import trials
 from lockstep.tools.prove import proof_runs, run_differences
-from lockstep.tools.prove.proof_runs import ProofRequest, ProofRun, ProofRuns, processes_of
+from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns, processes_of
 from lockstep.tools.prove.proof_table import NotShown, ProofRow, print_proof
-from lockstep.tools.prove.run_differences import EQUAL_MEASURES, DifferenceCauses, RunDifference
+from lockstep.tools.prove.run_differences import (
+    EQUAL_MEASURES,
+    RunDifference,
+    cause_by_kill,
+    cause_by_processes,
+    cause_by_strategy,
+)
 from lockstep.tools.trials import prepared, temporary_folder, timed_lines
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
@@ -37,27 +43,13 @@ MOST_PROCESSES = 4
 class Proof:
     """The runs of a proof and the rows they give."""
 
-    recipe: Recipe
-    folder: Path
-    steps: int
+    runs: ProofRuns
     data: Splits
-    report: Callable[[str], None]
     equal: dict[str, ProofRun] = field(default_factory=dict)
     """Runs with the weights of W = 1, by label: their metrics are compared at the end."""
     unequal: list[str] = field(default_factory=list)
-    repeat_cause: str = ""
-    """Why single micro-batches differ when they are repeated, where they do."""
     differing: int | None = None
     """The first W whose weights differ: claims that rest on equal weights are then not tried."""
-
-    def __post_init__(self) -> None:
-        request = ProofRequest(
-            train_samples=proof_runs.train_samples(self.recipe, len(self.data.train)),
-            test_samples=proof_runs.test_samples(self.recipe, len(self.data.test)),
-        )
-        self.runs = ProofRuns(
-            recipe=self.recipe, folder=self.folder, steps=self.steps, request=request, report=self.report
-        )
 
     def rows(self, parts: tuple[str, ...]) -> list[ProofRow]:
         """Return the rows of every chosen part, in the order of PARTS."""
@@ -67,7 +59,7 @@ class Proof:
         if "worlds" in parts:
             rows += [self.processes(number) for number in (2, MOST_PROCESSES)]
         if "strategies" in parts:
-            rows += [self.strategy(kind) for kind in proof_runs.compared(self.recipe)]
+            rows += [self.strategy(kind) for kind in proof_runs.compared(self.runs.recipe)]
         if "kill" in parts:
             rows.append(self.killed())
         if "evaluate" in parts:
@@ -81,7 +73,7 @@ class Proof:
         request = self.runs.request.model_copy(update={"inspect": True})
         run = self.runs.run("single-batches", 1, request=request)
         rows = [ProofRow(**row) for row in run.read("rows.json")]
-        self.repeat_cause = rows[0].cause
+        self.runs.repeat_cause = rows[0].cause
         return rows
 
     def processes(self, number: int) -> ProofRow:
@@ -91,7 +83,7 @@ class Proof:
         self.runs.on(1)
         if obstacle := self.obstacle(number):
             return ProofRow(what=what, result="not shown", cause=obstacle)
-        cause = partial(self.causes.of_processes, number)
+        cause = partial(cause_by_processes, self.runs, number)
         row = self.compared(what, self.how, label=label, run=self.runs.on(number), cause=cause)
         if label in self.unequal:
             self.differing = number
@@ -100,14 +92,15 @@ class Proof:
     def strategy(self, kind: str) -> ProofRow:
         """Compare the weights and steps of another strategy with those of the first run."""
         processes = processes_of(kind)
-        what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
+        what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.runs.recipe.parallel.kind}, W = 1"
         try:
             if obstacle := self.runs.shortage(processes):
                 raise NotShown(obstacle)
             run = self.runs.with_strategy(kind, processes)
         except NotShown as reason:
             return ProofRow(what=what, result="not shown", cause=str(reason))
-        return self.compared(what, self.how, label=kind, run=run, cause=partial(self.causes.of_strategy, kind, run))
+        cause = partial(cause_by_strategy, self.runs, kind, run)
+        return self.compared(what, self.how, label=kind, run=run, cause=cause)
 
     def killed(self) -> ProofRow:
         """Compare a run that is killed and resumed on another number of processes with the undisturbed one."""
@@ -116,19 +109,19 @@ class Proof:
         if obstacle := self.obstacle(2):
             return ProofRow(what=what, result="not shown", cause=obstacle)
         epoch = self.runs.on(1).read("started.json")["steps_per_epoch"]
-        every = half_time(self.steps, epoch)
+        every = half_time(self.runs.steps, epoch)
         process, checkpoint = self.runs.kill("killed", 2, every=every)
         middle = "in mid-epoch" if checkpoint % epoch and (every + 1) % epoch else "at the end of an epoch"
         run = self.runs.run("killed", resumed_on)
         resumed = run.read("started.json")["resumed_step"]
         how = (
-            f"rank 1 (process {process}) ended by SIGKILL in step {every + 2} of {self.steps}, {middle}; "
+            f"rank 1 (process {process}) ended by SIGKILL in step {every + 2} of {self.runs.steps}, {middle}; "
             f"resumed after step {resumed}{self.device_note}"
         )
         if resumed != checkpoint:
             cause = f"it was resumed after step {resumed} instead of {checkpoint}: please report it"
             return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
-        cause_of = partial(self.causes.of_kill, resumed_on, run)
+        cause_of = partial(cause_by_kill, self.runs, resumed_on, run)
         return self.compared(what, how, label=f"killed, W = {resumed_on}", run=run, cause=cause_of)
 
     def evaluated(self) -> ProofRow:
@@ -156,13 +149,13 @@ class Proof:
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
             return ProofRow(what=EQUAL_MEASURES, result="not shown", cause=cause)
-        measures = requested_metrics(self.recipe, self.data.test.spec)
+        measures = requested_metrics(self.runs.recipe, self.data.test.spec)
         repeat = partial(self.runs.run, "again-1", 1)
-        return run_differences.metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
+        return run_differences.metric_row(
+            self.runs.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat
+        )
 
-    def compared(
-        self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[RunDifference], str]
-    ) -> ProofRow:
+    def compared(self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[..., str]) -> ProofRow:
         """Return the row of a run that is compared with the first; `cause` is called where they differ."""
         difference = self.difference(label, run)
         digest = self.runs.on(1).digest[:SHORT_DIGEST]
@@ -171,7 +164,7 @@ class Proof:
                 digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
             place = "after the last step" if difference.step is None else f"from step {difference.step} on"
             digest = f"{digest}, {place}"
-            return ProofRow(what=what, how=how, result="DIFFERS", digest=digest, cause=cause(difference))
+            return ProofRow(what=what, how=how, result="DIFFERS", digest=digest, cause=cause(difference=difference))
         if run.finding:
             why = f"equal in these steps, but the run has noticed: {run.finding}"
             return ProofRow(what=what, how=how, result="not shown", digest=digest, cause=why)
@@ -186,10 +179,6 @@ class Proof:
             self.unequal.append(label)
         return difference
 
-    @property
-    def causes(self) -> DifferenceCauses:
-        return DifferenceCauses(runs=self.runs, repeat_cause=self.repeat_cause)
-
     def obstacle(self, processes: int) -> str | None:
         """Return why this many processes are not tried, if so: fewer differ already, or the machine cannot run them."""
         return f"W = {self.differing} differs already" if self.differing else self.runs.shortage(processes)
@@ -198,7 +187,7 @@ class Proof:
         """Return whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
         seen = np.zeros(len(self.data.test), dtype=np.int64)
         for rank in range(processes):
-            for request in evaluation_requests(self.recipe, self.data.test, World(rank=rank, size=processes)):
+            for request in evaluation_requests(self.runs.recipe, self.data.test, World(rank=rank, size=processes)):
                 np.add.at(seen, list(request.indices), not request.ghost)
         return bool((seen == 1).all())
 
@@ -209,7 +198,7 @@ class Proof:
     @property
     def how(self) -> str:
         epochs, samples = self.runs.on(1).summary["epochs"], self.runs.request.train_samples
-        return f"{self.steps} steps each, {epochs:.1f} epochs of {samples} samples{self.device_note}"
+        return f"{self.runs.steps} steps each, {epochs:.1f} epochs of {samples} samples{self.device_note}"
 
 
 def half_time(steps: int, epoch: int) -> int:
@@ -228,8 +217,9 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
     with trials.forking(recipe, "prove"), ended_by_sigterm():
         data, report = prepared(recipe), timed_lines(console)
         with folder_for(keep) as folder:
-            proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
-            rows = proof.rows(tuple(parts))
+            request = proof_runs.request_for(recipe, data)
+            runs = ProofRuns(recipe=recipe, folder=folder, steps=steps, request=request, report=report)
+            rows = Proof(runs=runs, data=data).rows(tuple(parts))
             report("done")
     return print_proof(rows, console)
 

@@ -45,59 +45,58 @@ def run_difference(one: ProofRun, other: ProofRun) -> RunDifference | None:
     return RunDifference(in_weights=True, step=None) if in_weights else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DifferenceCauses:
-    runs: ProofRuns
-    repeat_cause: str
-    """Why even a repeated micro-batch differs; empty where it does not. Runs then differ for the same reason."""
-
-    def known(self, run: ProofRun, difference: RunDifference) -> str | None:
-        """Return the cause, if it is known without another run."""
-        if self.repeat_cause:
-            return f"as above: {self.repeat_cause}"
-        if finding := run.finding or self.runs.on(1).finding:
-            return f"the run has noticed: {finding}"
-        if not difference.in_weights:
-            return (
-                f"the weights are equal, but {difference.figures}: the loss adds something that is no function of the "
-                "samples and weights, such as the rank or the time"
-            )
-        return None
-
-    def of_processes(self, processes: int, difference: RunDifference) -> str:
-        """Find why a number of processes changes the run: where unknown, run both again, traced, in the exact order."""
-        if known := self.known(self.runs.on(processes), difference):
-            return known
-        request, exact = self.runs.request.model_copy(update={"is_traced": True}), {"run": {"reproducibility": "exact"}}
-        one, other = (self.runs.run(f"traced-{n}", n, request=request, changes=exact) for n in (1, processes))
-        trace = read(one.folder)
-        if first := first_difference(trace, read(other.folder)):
-            return explained(first, trace, SPREAD)
-        if one.digest != other.digest:
-            return "all gradients and their sums are equal, but the last step's weights are not: the optimizer differs"
-        if self.runs.recipe.run.reproducibility == "fast":
-            what = "run.reproducibility=fast adds gradients in an order that depends on the number of processes"
-            return f"{what}; with exact, both numbers of processes have just given the same weights"
-        return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
-
-    def of_strategy(self, kind: str, run: ProofRun, difference: RunDifference) -> str:
-        if known := self.known(run, difference):
-            return known
-        if processes_of(kind) > 1 and (plain := run_difference(self.runs.on(1), self.runs.on(2))):
-            own = self.runs.recipe.parallel.kind
-            return f"W = 2 differs with parallel.kind={own}, too: {self.of_processes(2, plain)}"
-        return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
-
-    def of_kill(self, resumed_on: int, run: ProofRun, difference: RunDifference) -> str:
-        if known := self.known(run, difference):
-            return known
-        for processes in sorted({2, resumed_on} - {1}):
-            if plain := run_difference(self.runs.on(1), self.runs.on(processes)):
-                return f"W = {processes} differs from W = 1 without a kill, too: {self.of_processes(processes, plain)}"
+def known_cause(runs: ProofRuns, run: ProofRun, difference: RunDifference) -> str | None:
+    """Return the cause, if it is known without another run."""
+    if runs.repeat_cause:
+        return f"as above: {runs.repeat_cause}"
+    if finding := run.finding or runs.on(1).finding:
+        return f"the run has noticed: {finding}"
+    if not difference.in_weights:
         return (
-            "undisturbed runs are equal on both numbers of processes: something that changes in training is not in the "
-            "checkpoint, such as numbers that a module or an observer keeps outside its parameters and buffers"
+            f"the weights are equal, but {difference.figures}: the loss adds something that is no function of the "
+            "samples and weights, such as the rank or the time"
         )
+    return None
+
+
+def cause_by_processes(runs: ProofRuns, processes: int, difference: RunDifference) -> str:
+    """Find why a number of processes changes the run: where unknown, run both again, traced, in the exact order."""
+    if known := known_cause(runs, runs.on(processes), difference):
+        return known
+    request, exact = runs.request.model_copy(update={"is_traced": True}), {"run": {"reproducibility": "exact"}}
+    one, other = (runs.run(f"traced-{n}", n, request=request, changes=exact) for n in (1, processes))
+    trace = read(one.folder)
+    if first := first_difference(trace, read(other.folder)):
+        return explained(first, trace, SPREAD)
+    if one.digest != other.digest:
+        return "all gradients and their sums are equal, but the last step's weights are not: the optimizer differs"
+    if runs.recipe.run.reproducibility == "fast":
+        what = "run.reproducibility=fast adds gradients in an order that depends on the number of processes"
+        return f"{what}; with exact, both numbers of processes have just given the same weights"
+    return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
+
+
+def cause_by_strategy(runs: ProofRuns, kind: str, run: ProofRun, *, difference: RunDifference) -> str:
+    if known := known_cause(runs, run, difference):
+        return known
+    if processes_of(kind) > 1 and (plain := run_difference(runs.on(1), runs.on(2))):
+        own = runs.recipe.parallel.kind
+        return f"W = 2 differs with parallel.kind={own}, too: {cause_by_processes(runs, 2, plain)}"
+    return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
+
+
+def cause_by_kill(runs: ProofRuns, resumed_on: int, run: ProofRun, *, difference: RunDifference) -> str:
+    if known := known_cause(runs, run, difference):
+        return known
+    for processes in sorted({2, resumed_on} - {1}):
+        if plain := run_difference(runs.on(1), runs.on(processes)):
+            return (
+                f"W = {processes} differs from W = 1 without a kill, too: {cause_by_processes(runs, processes, plain)}"
+            )
+    return (
+        "undisturbed runs are equal on both numbers of processes: something that changes in training is not in the "
+        "checkpoint, such as numbers that a module or an observer keeps outside its parameters and buffers"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
