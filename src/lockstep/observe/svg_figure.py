@@ -7,7 +7,10 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any  # the import takes long
 
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text
@@ -25,7 +28,7 @@ METADATA = ("Creator", "Date", "Format", "Type")
 
 
 def draw_svg(
-    draw: Callable[["Figure"], None],
+    draw: Callable[[Figure], None],
     *,
     settings: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -34,8 +37,7 @@ def draw_svg(
     """Draw on a new figure and return its SVG. `settings` are rcParams; `options` go to `Figure.savefig`. A
     matplotlibrc of the user, or in the current folder, is not used: it could change the picture, or run LaTeX."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
-    import matplotlib
-    from matplotlib.figure import Figure
+    import matplotlib.figure
     from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
     file = StringIO()
@@ -44,7 +46,7 @@ def draw_svg(
         warnings.simplefilter("ignore")  # about glyphs that its font lacks: the browser has other fonts
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(parameters)
-        figure = Figure()
+        figure = matplotlib.figure.Figure()
         draw(figure)
         for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
             if isinstance(axis.get_major_formatter(), LogFormatterMathtext):  # mathematics would be shown as it is

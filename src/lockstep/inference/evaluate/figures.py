@@ -3,13 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.base.escaping_console import escape_name
-from lockstep.observe.svg_figure import draw_svg
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lockstep.observe.svg_figure import Figure, draw_svg
 
 CELL_INCHES = ((12, 0.58), (30, 0.31), (100, 0.15))
 """(maximum number of classes, side of a cell)."""
@@ -35,7 +32,7 @@ def reliability(bins: Sequence[dict[str, Any]]) -> str:
     return _svg("reliability", partial(_draw_reliability, bins=bins))
 
 
-def _draw_confusion(figure: "Figure", matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+def _draw_confusion(figure: Figure, matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
     from matplotlib.patches import Rectangle
 
     count = len(names)
@@ -60,7 +57,7 @@ def _draw_confusion(figure: "Figure", matrix: Sequence[Sequence[int]], names: Se
             axes.text(j + 0.5, i + 0.5, str(number), color=ink, size=size, ha="center", va="center")
 
 
-def _draw_reliability(figure: "Figure", bins: Sequence[dict[str, Any]]) -> None:
+def _draw_reliability(figure: Figure, bins: Sequence[dict[str, Any]]) -> None:
     figure.set_size_inches(4, 5)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1))
     upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
@@ -77,7 +74,7 @@ def _draw_reliability(figure: "Figure", bins: Sequence[dict[str, Any]]) -> None:
     upper.plot((0, 1), (0, 1), "--", color=INK)
 
 
-def _svg(title: str, draw: Callable[["Figure"], None]) -> str:
+def _svg(title: str, draw: Callable[[Figure], None]) -> str:
     """Return a figure as SVG, with tooltips, and with text in the colour of the page."""
     text = draw_svg(draw, settings=SETTINGS, transparent=True, bbox_inches="tight")
     text = text[text.index("<svg") :].replace(f": {INK}", ": currentColor")

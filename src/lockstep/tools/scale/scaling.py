@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -16,14 +15,10 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.world import World, cores
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.memory_meter import GB
-from lockstep.observe.svg_figure import CHART, draw_svg
+from lockstep.observe.svg_figure import CHART, Figure, draw_svg
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.trials import check_writable, prepared, processes_text, timed_lines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
@@ -73,7 +68,7 @@ def print_scaling(rows: Sequence[ScaleRow], console: Console, *, notes: Sequence
 def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
     """Draw throughput over the number of processes, beside proportional growth, as SVG."""
 
-    def draw(figure: "Figure") -> None:
+    def draw(figure: Figure) -> None:
         figure.set_size_inches(8, 5)
         axes = figure.add_subplot(xlabel="processes", ylabel="samples per second")
         axes.set_title(f"{'Weak' if is_weak else 'Strong'} scaling")

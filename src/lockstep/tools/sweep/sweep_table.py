@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -12,15 +12,10 @@ from rich.text import Text
 from lockstep.base.escaping_console import wide_console
 from lockstep.base.yaml_text import YamlDumper
 from lockstep.observe.report.charts import number
-from lockstep.observe.svg_figure import CHART, draw_svg
+from lockstep.observe.svg_figure import CHART, Axes, Figure, draw_svg
 from lockstep.tools.sweep.search_space import LOG_FACTOR, SweptKey, shown
 from lockstep.tools.sweep.sweep_plan import settings_text
 from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 STYLES = {"best": "bold green", "finished": "green", "pruned": "yellow"}
 WIDTH = 160
@@ -91,7 +86,7 @@ def svg(sweep: Sweep, title: str) -> str:
     columns = min(len(sweep.keys), MOST_COLUMNS)
     rows = math.ceil(len(sweep.keys) / columns)
 
-    def draw(figure: "Figure") -> None:
+    def draw(figure: Figure) -> None:
         figure.set_size_inches(max(5.0 * columns, 7.5), 4.2 * rows + 0.6)
         figure.suptitle(title)
         for index, key in enumerate(sweep.keys, start=1):
@@ -101,7 +96,7 @@ def svg(sweep: Sweep, title: str) -> str:
     return draw_svg(draw, settings=CHART, metadata={"Title": title})
 
 
-def _panel(axes: "Axes", key: SweptKey, sweep: Sweep) -> None:
+def _panel(axes: Axes, key: SweptKey, sweep: Sweep) -> None:
     places = _places(key, axes)
     for state, label, look in LOOKS:
         shown_here = [t for t in sweep.trials if state in (t.state, "best" if t.name == sweep.best else "")]
@@ -110,7 +105,7 @@ def _panel(axes: "Axes", key: SweptKey, sweep: Sweep) -> None:
             axes.scatter(*zip(*points, strict=True), label=label, **look)
 
 
-def _places(key: SweptKey, axes: "Axes") -> Any:
+def _places(key: SweptKey, axes: Axes) -> Any:
     """Set up the x axis for the values of a key -> a function from value to place on it."""
     numbers = [each for each in key.values if isinstance(each, int | float) and not isinstance(each, bool)]
     if key.ends is None and len(numbers) < len(key.values):

@@ -5,7 +5,6 @@ L. Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -13,15 +12,11 @@ from rich.console import Console
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.observe.progress_bar import counting
-from lockstep.observe.svg_figure import CHART, draw_svg
+from lockstep.observe.svg_figure import CHART, Figure, draw_svg
 from lockstep.recipe.recipe import Recipe
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.loss_curve import Curve
 from lockstep.tools.tune.trial_process import TrialRequest
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 ENDS = {
     "done": "all steps were done",
@@ -109,7 +104,7 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
     """Draw raw and smoothed loss over the learning rate (log scale), with the suggested and the lowest point marked.
     `rate` labels the x axis."""
 
-    def draw(figure: "Figure") -> None:
+    def draw(figure: Figure) -> None:
         figure.set_size_inches(9, 5.4)
         axes = figure.add_subplot(xscale="log", xlabel=f"{rate}, log scale", ylabel="training loss", ylim=limits(curve))
         axes.set_title(title)
