@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lockstep.observe.run_lines import HistoryLine
 
@@ -95,10 +96,8 @@ def goodput(runs: Sequence[Start]) -> Goodput | None:
     """Add up the seconds of all starts; None where the run has no history."""
     if not runs:
         return None
-    nexts: list[float] = [each.first_step for each in runs[1:]]
-    limits = [*nexts, math.inf]
-    for number in reversed(range(len(limits) - 1)):  # a later start may go further back
-        limits[number] = min(limits[number], limits[number + 1])
+    nexts = (each.first_step for each in reversed(runs[1:]))
+    limits = [*accumulate(nexts, min, initial=math.inf)][::-1]  # a later start may go further back
     steps = sum(each.seconds_in_steps(limit) for each, limit in zip(runs, limits, strict=True))
     everything = sum(each.seconds_in_steps(math.inf) for each in runs)
     return Goodput(
