@@ -235,15 +235,8 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.state.step > parts.total_steps:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
-    notes += (
-        _exclusion_note(parts)
-        + _precision_note(parts)
-        + _head_note(parts)
-        + _prediction_note(parts)
-        + _template_notes(parts)
-        + parts.model._lockstep_notes
-        + (parts.warm_start.notes if parts.warm_start else ())
-    )
+    notes += [*_model_notes(parts), *_prediction_note(parts), *_template_notes(parts), *parts.model._lockstep_notes]
+    notes += parts.warm_start.notes if parts.warm_start else ()
     kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
     is_open = launch.decides_recovery and launch.max_restarts > 0
     if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
@@ -263,25 +256,17 @@ def start_notes(parts: Components, world: World) -> list[str]:
     return notes
 
 
-def _exclusion_note(parts: Components) -> tuple[str, ...]:
-    excluded, samples = len(parts.data.excluded), len(parts.data.train)
-    return (f"data.exclude leaves {excluded:,} of {samples:,} training samples out",) if excluded else ()
-
-
-def _precision_note(parts: Components) -> tuple[str, ...]:
-    """Note that another precision is much faster on this processor, if so. Collective."""
+def _model_notes(parts: Components) -> Iterator[str]:
+    """Note what is left out, a precision that is much faster here, and outputs without a class. Collective."""
+    if excluded := len(parts.data.excluded):
+        yield f"data.exclude leaves {excluded:,} of {len(parts.data.train):,} training samples out"
     parameters = sum(each.numel() for each in parts.model.parameters())
-    note = broadcast_object(faster_precision(parts.recipe.train.precision, parts.device, parameters=parameters))
-    return (note,) if note else ()
-
-
-def _head_note(parts: Components) -> tuple[str, ...]:
-    """Note that the model gives more outputs than the data has classes, if so."""
+    if note := broadcast_object(faster_precision(parts.recipe.train.precision, parts.device, parameters=parameters)):
+        yield note
     classes, outputs = len(parts.data.train.spec.labels), getattr(getattr(parts.model, "objective", None), "classes", 0)
-    if (outputs or 0) <= classes:
-        return ()
-    what = f"the model gives {outputs:,} outputs for the {classes} classes of the data"
-    return (f"{what}: F1, the confusion matrix, predict and serve need one for each class",)
+    if (outputs or 0) > classes:
+        what = f"the model gives {outputs:,} outputs for the {classes} classes of the data"
+        yield f"{what}: F1, the confusion matrix, predict and serve need one for each class"
 
 
 def _prediction_note(parts: Components) -> tuple[str, ...]:

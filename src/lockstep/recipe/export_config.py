@@ -56,8 +56,3 @@ def check(section: ExportSection) -> None:
         raise ConfigError(f"export.kind={section.kind} cannot hold {section.dtype}; it can hold {supported}")
     if plugin.FILE is not None and section.file != ExportSection.model_fields["file"].default:
         raise ConfigError(f"export.file names the file of state_dict; export.kind={section.kind} writes {plugin.FILE}")
-
-
-def file_of(section: ExportSection) -> str:
-    """Return the name of the file that holds the weights."""
-    return plugins.find(FORMATS, section.kind).FILE or section.file

@@ -18,7 +18,7 @@ from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.models._adapter import base_digest, base_settings, merged
-from lockstep.recipe.export_config import FORMATS, DType, ExportSection, check, file_of
+from lockstep.recipe.export_config import FORMATS, DType, ExportSection, check
 
 DTYPE_HINT = (
     "As {dtype}, forward() has to turn its inputs into its weights' dtype, as x.to(self.layer.weight.dtype) does, and\n"
@@ -52,7 +52,7 @@ def export(
         update={
             "kind": section.kind,
             "dtype": section.dtype,
-            "file": file_of(section),
+            "file": plugins.find(FORMATS, section.kind).FILE or section.file,
             "inputs": tuple(_graph.inputs_of(first[0], facts.learned.TARGETS)),
             "outputs": _graph.names_of(model, first[0]),
         }
