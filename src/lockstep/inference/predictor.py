@@ -33,7 +33,7 @@ TRIED = "one text, alone and together"
 DTypeName = Literal["fp32", "fp16", "bf16"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Predictor:
     """A model with its tokenizer or file reader. Thread-safe."""
 

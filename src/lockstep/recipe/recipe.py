@@ -354,5 +354,4 @@ def _source_of(task: str) -> str:
 
 def template(task: str) -> Path | None:
     """Return the Python file that `lockstep init` copies for a task, if any. Raises ConfigError for an unknown task."""
-    file: Path | None = plugins.find("data.sources", _source_of(task)).Config.TEMPLATE
-    return file
+    return plugins.find("data.sources", _source_of(task)).Config.TEMPLATE

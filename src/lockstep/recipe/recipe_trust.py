@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from lockstep.base import trust
-from lockstep.base.config import Section
 from lockstep.recipe.recipe import Recipe
 
 SWEEP = "sweep.json"
@@ -14,9 +13,8 @@ SWEEP = "sweep.json"
 def executable_code(recipe: Recipe) -> list[trust.Code]:
     """List the code that a run of this recipe adds: Python files, and launch settings that name programs."""
     codes = code_of_files(recipe)
-    launch: Section = recipe.launch
     harmless = {"kind", "nodes", "processes", "interface"}
-    changed = launch.model_dump(mode="json", exclude=harmless, exclude_defaults=True)
+    changed = recipe.launch.model_dump(mode="json", exclude=harmless, exclude_defaults=True)
     programs = {name: value for name, value in changed.items() if isinstance(value, str | list | dict)}
     if programs:
         names = ", ".join(f"launch.{name}" for name in programs)

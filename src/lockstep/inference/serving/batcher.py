@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -186,13 +185,9 @@ class Batcher(Queue[Item]):
 
 def groups(items: list[Item]) -> list[list[Item]]:
     """Group inputs of one model whose padding costs less than another forward pass, longest first."""
-
-    def model(item: Item) -> int:
-        return id(item.predictor)
-
     made: list[list[Item]] = []
-    for _, same_model in groupby(sorted(items, key=model), key=model):
-        ordered = sorted(same_model, key=lambda item: -item.length)
+    for model in dict.fromkeys(item.predictor for item in items):
+        ordered = sorted((item for item in items if item.predictor is model), key=lambda item: -item.length)
         group = [ordered[0]]
         for number, item in enumerate(ordered[1:], 1):
             if (group[0].length - item.length) * (len(ordered) - number) > PASS_TOKENS:

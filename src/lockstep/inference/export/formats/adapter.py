@@ -1,5 +1,6 @@
 """Only the adapter, as peft loads it beside the pretrained model."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -19,13 +20,13 @@ PROGRAM = None
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """Write the adapter, with the name of the model that it belongs to."""
     revision = facts.model.get("revision") if facts.base_model else None
-    base = _expand_home(facts.base) or None
+    base = os.path.expanduser(facts.base) or None
     _adapter.save_adapter(model, folder, base=base, revision=revision, objective=name_of(facts.spec))
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
     """Load the pretrained model anew, with the adapter. Raises ModelError."""
-    if base := _expand_home(facts.base):
+    if base := os.path.expanduser(facts.base):
         if Path(base).is_absolute() and not Path(base).is_dir():
             raise ModelError(
                 f"the model that the adapter was trained beside is no longer in {base}: name its folder with --base"
@@ -36,8 +37,3 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
         model = _own_functions.build(section, facts.spec)
         _adapter.load_adapter(model, folder, digest=facts.base_digest, settings=facts.base_settings)
     return model.eval()
-
-
-def _expand_home(base: str) -> str:
-    """Return a name on the hub as it is, or a folder with the user's home folder in full."""
-    return str(Path(base).expanduser()) if base.startswith("~") else base
