@@ -108,7 +108,8 @@ def handle_signals(server: Any, service: Service, report: Callable[[str], None])
         except LockstepError as error:
             report(f"{service.model.current.facts.title} is still served: {error}")
 
-    handlers = {"SIGINT": end, "SIGTERM": end, "SIGHUP": lambda: asyncio.run_coroutine_threadsafe(reload(), loop)}
+    # the task of a reload is held by that of the model, which it awaits
+    handlers = {"SIGINT": end, "SIGTERM": end, "SIGHUP": lambda: loop.create_task(reload())}
     for name, handler in handlers.items():  # not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, each=handler: loop.call_soon_threadsafe(each))
