@@ -43,7 +43,7 @@ ROUTES = ("/predict", "/predict/batch", "/generate", "/v1/chat/completions", "/v
 
 def build(service: Service) -> Middleware:
     """Return the application behind its middleware; rebuilt for a reloaded model, which OpenAPI describes."""
-    app = _application(service)
+    app: Any = _application(service)
     paths = frozenset(route.path for route in app.routes)
     middleware = Middleware(app, service.settings, service.metrics, paths=paths)
 
@@ -224,5 +224,5 @@ def _encodable(reason: str) -> str:
 
 def is_local(request: Request) -> bool:
     """Return whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
-    is_direct = request.client is not None and not any(name in request.headers for name in FORWARDED)
-    return is_direct and is_loopback(request.client.host)
+    is_direct = not any(name in request.headers for name in FORWARDED)
+    return is_direct and request.client is not None and is_loopback(request.client.host)
