@@ -10,7 +10,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import FeatureExtractor
-from lockstep.models._pretrained import ProcessedModel, with_new_head
+from lockstep.models._pretrained import NetworkModel, with_new_head
 from lockstep.models.audio_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
@@ -18,7 +18,7 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
 """Probability that a layer is skipped in training (A. Fan et al., Reducing Transformer Depth on Demand, 2019)."""
 
 
-class AudioModel(ProcessedModel):
+class AudioModel(NetworkModel):
     """Classifier of the features that the model's feature extractor makes of sounds."""
 
     AUTO_CLASS = "AutoModelForAudioClassification"
@@ -40,7 +40,7 @@ def build(config: Config, spec: DataSpec) -> Model:
     if spec.modality != "audio" or name_of(spec) == TAGS:
         raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
     network, notes = with_new_head(AudioModel.auto_class(spec), config, spec)
-    model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
+    model = AudioModel.of(network.float(), spec, config.name)
     features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
     model.tried_out(
         {model.processor.column: features[None]},

@@ -7,12 +7,12 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import ImageProcessor
-from lockstep.models._pretrained import ProcessedModel, with_new_head
+from lockstep.models._pretrained import NetworkModel, with_new_head
 from lockstep.models.image_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
 
-class ImageModel(ProcessedModel):
+class ImageModel(NetworkModel):
     """Scales pixels as the model's image processor does; the processor's sizes are the data's concern."""
 
     AUTO_CLASS = "AutoModelForImageClassification"
@@ -34,7 +34,7 @@ def build(config: Config, spec: DataSpec) -> Model:
     if spec.image_shape is None or name_of(spec) == TAGS:
         raise ModelError("model.kind=image_classifier takes images of one size, with targets for each")
     network, notes = with_new_head(ImageModel.auto_class(spec), config, spec)
-    model = ImageModel(network.float(), spec, ImageProcessor(config.name))
+    model = ImageModel.of(network.float(), spec, config.name)
     shape = spec.image_shape
     model.tried_out(
         {"image": torch.zeros(1, *shape, dtype=torch.uint8)},

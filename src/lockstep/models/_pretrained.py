@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -28,10 +28,20 @@ class NetworkModel(ObjectiveModel):
 
     AUTO_CLASS: ClassVar[str]
     """Name of the class of transformers that loads the network."""
+    PROCESSOR: ClassVar[type[Any] | None] = None
+    """Class of what makes its inputs of an image or a sound, by the name or the folder of the model."""
+    processor: Any = None
 
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(spec)
         self.network = network
+
+    @classmethod
+    def of(cls, network: nn.Module, spec: DataSpec, name: str) -> Self:
+        """Make the model of a network of this name, or in this folder, with its processor, if it has one."""
+        model = cls(network, spec)
+        model.processor = cls.PROCESSOR(name) if cls.PROCESSOR else None
+        return model
 
     @classmethod
     def auto_class(cls, spec: DataSpec | None) -> Any:
@@ -44,29 +54,28 @@ class NetworkModel(ObjectiveModel):
         """Write the model, and its processor if it has one, with transformers' save_pretrained."""
         silence()
         self.network.save_pretrained(folder)  # type: ignore[operator]
+        if self.processor is not None:
+            self.processor.save(folder)
 
     def save_config(self, folder: Path) -> None:
         """Write only the config.json of the model, and its processor."""
         network: Any = self.network
         network.config.save_pretrained(folder)
+        if self.processor is not None:
+            self.processor.save(folder)
 
     @classmethod
     def read_back(cls, folder: Path, spec: DataSpec) -> Model:
         """Load what `save` wrote with plain transformers."""
         silence()
-        return cls.in_folder(load(cls.auto_class(spec), folder), spec, folder)
+        return cls.of(load(cls.auto_class(spec), folder), spec, str(folder))
 
     @classmethod
     def from_config(cls, folder: Path, spec: DataSpec) -> Model:
         """Build a model from what `save_config` wrote; its weights are random."""
         from transformers import AutoConfig
 
-        return cls.in_folder(untrained(cls.auto_class(spec), load(AutoConfig, folder)), spec, folder)
-
-    @classmethod
-    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
-        """Make the model of a network whose files are in a folder."""
-        return cls(network, spec)
+        return cls.of(untrained(cls.auto_class(spec), load(AutoConfig, folder)), spec, str(folder))
 
     def blocks(self) -> list[nn.Module]:
         """Return the embeddings, each layer, and each module of the head."""
@@ -284,26 +293,3 @@ def silence() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-class ProcessedModel(NetworkModel):
-    """Model of what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
-
-    PROCESSOR: ClassVar[type[Any]]
-    """Class of the processor, built from a folder."""
-
-    def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:
-        super().__init__(network, spec)
-        self.processor = processor
-
-    def save(self, folder: Path) -> None:
-        super().save(folder)
-        self.processor.save(folder)
-
-    def save_config(self, folder: Path) -> None:
-        super().save_config(folder)
-        self.processor.save(folder)
-
-    @classmethod
-    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
-        return cls(network, spec, cls.PROCESSOR(str(folder)))
