@@ -33,7 +33,7 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         self.dtypes: dict[str, torch.dtype] | None = None
         """Dtype of each column; None until needed."""
 
-    def __getitems__(self, request: ShardRequest) -> MicroBatch | LockstepError:
+    def __getitem__(self, request: ShardRequest) -> MicroBatch | LockstepError:
         """Fetch one micro-batch. Errors are returned: a DataLoader worker would wrap what is raised."""
         try:
             is_whole = not self.faults.skips and self.faults.excluded.isdisjoint(request.indices)

@@ -55,8 +55,8 @@ class Loader:
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
         self.batches = DataLoader(
             MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id),
-            batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=_identity,  # type: ignore[arg-type]
+            sampler=requests,  # type: ignore[arg-type]
+            batch_size=None,  # the data set gives whole micro-batches
             num_workers=workers,
             pin_memory=False,
             **options,
@@ -109,10 +109,6 @@ class Loader:
             moved = replace(micro_batch, batch=tree_map_only(Tensor, copied, micro_batch.batch))
         computing.wait_stream(self.copying)
         return moved
-
-
-def _identity(micro_batch: MicroBatch | LockstepError) -> MicroBatch | LockstepError:
-    return micro_batch
 
 
 def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
