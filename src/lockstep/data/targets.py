@@ -131,9 +131,8 @@ class TagsColumn(ClassesColumn):
         return found
 
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
-        values = np.empty(len(read), dtype=object)
-        for number, row in enumerate(read):
-            values[number] = positions(row, names, _at(place, number), known_to=known_to)
+        rows = (positions(row, names, _at(place, n), known_to=known_to) for n, row in enumerate(read))
+        values = np.fromiter(rows, dtype=object, count=len(read))
         return Targets(values=values, labels=names, objective="token_classification")
 
 

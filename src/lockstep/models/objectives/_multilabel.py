@@ -62,10 +62,8 @@ class Multilabel(PredictingObjective):
     def columns(
         self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
     ) -> dict[str, np.ndarray]:
-        labels = np.empty(len(scores), dtype=object)
-        for number, row in enumerate(scores):
-            labels[number] = self._fitting(row, spec)
-        found = {"labels": labels}
+        labels = (self._fitting(row, spec) for row in scores)
+        found = {"labels": np.fromiter(labels, dtype=object, count=len(scores))}
         return found | {f"probability_{x}": scores[:, i] for i, x in enumerate(spec.labels)} if every else found
 
     def _fitting(self, scores: np.ndarray, spec: DataSpec) -> list[str]:

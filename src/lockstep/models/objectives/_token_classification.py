@@ -118,10 +118,8 @@ class TokenClassification(PredictingObjective):
 
     def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
         """Return the scores [W, C] of the words alone, by the marks of the samples' tokens."""
-        found = np.empty(len(samples), dtype=object)
-        for number, (row, tokens) in enumerate(zip(scores, samples, strict=True)):
-            found[number] = row[: len(tokens)][tokens >= 0]
-        return found
+        rows = (row[: len(tokens)][tokens >= 0] for row, tokens in zip(scores, samples, strict=True))
+        return np.fromiter(rows, dtype=object, count=len(samples))
 
     def scores(self, raw: Tensor, temperature: float) -> Tensor:
         return (raw / temperature).softmax(-1)
