@@ -138,8 +138,8 @@ class DataSection(PluginSection):
 
     @property
     def table_columns(self) -> tuple[str, str]:
-        """Names of the text column and the label column of a table."""
-        return "text", "label"
+        """Names of the text column and the label column of a table, of which there may be settings."""
+        return getattr(self, "text_column", None) or "text", getattr(self, "label_column", "label")
 
     def origin(self) -> Origin | None:
         """Return the origin of the samples; None if unknown."""

@@ -34,10 +34,6 @@ class Config(ImageSection, OwnFilesSection):
         """Image for a folder, text for a file; the suffix decides for a path that does not exist yet."""
         return "text" if is_table(self.train) else "image"
 
-    @property
-    def table_columns(self) -> tuple[str, str]:
-        return self.text_column, self.label_column
-
 
 def is_table(path: Path) -> bool:
     """Return whether a path is a table or, if it does not exist, has the suffix of one."""

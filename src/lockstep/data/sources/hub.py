@@ -52,7 +52,3 @@ class Config(ImageSection, StreamSection):
 
     def origin(self) -> Origin:
         return hub_origin(self.name, subset=self.subset, revision=self.revision, split=self.test_split)
-
-    @property
-    def table_columns(self) -> tuple[str, str]:
-        return self.text_column or "text", self.label_column

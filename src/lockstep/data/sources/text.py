@@ -45,10 +45,6 @@ class Config(PackedSection):
             raise ValueError(f"{given[0]} belongs to a data set: give its name, too")
         return self
 
-    @property
-    def table_columns(self) -> tuple[str, str]:
-        return self.text_column, "label"
-
     def origin(self) -> Origin:
         if self.name is not None:
             split = self.test_split or self.train_split
