@@ -12,18 +12,7 @@ from lockstep.base.config import MANY, Kind
 from lockstep.base.errors import ConfigError
 from lockstep.data.data_config import AudioSection, DataSection, Origin, PixelSection
 
-SHARED = (
-    "augment",
-    "cache",
-    "exclude",
-    "fingerprint",
-    "group_by_length",
-    "image_processor",
-    "on_bad_sample",
-    "special_tokens_in_text",
-    "transforms",
-    "workers",
-)
+SHARED = sorted(PixelSection.model_fields.keys() - {"kind", "limit"})
 """Settings that belong to the whole mix."""
 PART = "Part_"
 
