@@ -87,7 +87,10 @@ class ChatTokenizer:
             return self._encoded([_plain(messages) for messages, _ in chats])
         seconds = SECONDS + len(chats) / 10
         rendered = limited(lambda: [self._rendered(*chat) for chat in chats], TEMPLATE, seconds=seconds)
-        samples = [sample for number, found in enumerate(rendered) for sample in self._taken(number, found)]
+        for number, found in enumerate(rendered):
+            if isinstance(found, str) and not self.skips:
+                raise TextFault(number, found)
+        samples = [sample for found in rendered for sample in ([[]] if isinstance(found, str) else found)]
         parted = self._seamless([self._texts(pieces) for pieces in samples])
         rows = [_marked(parts, pieces) for parts, pieces in zip(parted, samples, strict=True)]
         if self._ending.has_token:
@@ -143,14 +146,6 @@ class ChatTokenizer:
             return _samples(*self._renderer(messages, tools, self.day))
         except DataError as error:
             return str(error)
-
-    def _taken(self, number: int, rendered: list[list[Piece]] | str) -> list[list[Piece]]:
-        """Return the samples of a chat, an empty one for a chat that is skipped. Raises TextFault."""
-        if not isinstance(rendered, str):
-            return rendered
-        if not self.skips:
-            raise TextFault(number, rendered)
-        return [[]]
 
     def _texts(self, pieces: Sequence[Piece]) -> list[str]:
         """Return the texts of pieces, as the tokenizer takes them."""

@@ -110,8 +110,7 @@ class MappedTexts(Sequence[str]):
 
     def __init__(self, column: Any, rows: np.ndarray | None = None) -> None:
         """`column` holds strings, or bytes of UTF-8 in which there may be lone surrogates; by default all rows."""
-        self.column, self.chunks = column, column.chunks
-        self.starts = np.cumsum([0, *map(len, self.chunks)])
+        self.column = column
         self.rows = np.arange(len(column)) if rows is None else rows
 
     def __len__(self) -> int:
@@ -122,6 +121,5 @@ class MappedTexts(Sequence[str]):
         row = self.rows[index]
         if isinstance(row, np.ndarray):
             return MappedTexts(self.column, row)
-        chunk = int(np.searchsorted(self.starts, row, side="right")) - 1
-        text = self.chunks[chunk][int(row - self.starts[chunk])].as_py()
+        text = self.column[int(row)].as_py()
         return text.decode("utf-8", "surrogatepass") if isinstance(text, bytes) else text
