@@ -18,6 +18,7 @@ from training_runs import config_in, run_on_rank
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError
 from lockstep.data.collate import collate
+from lockstep.data.loader import Samples
 from lockstep.data.torch_dataset import as_source
 
 
@@ -96,6 +97,19 @@ def test_a_plain_data_set_is_taken(dataset, columns, spec):
 def test_what_is_no_data_set_is_told(dataset, said):
     with pytest.raises(DataError, match=said):
         opened(dataset)
+
+
+def test_fewer_samples_than_asked_are_told():
+    def most(self, indices):
+        return [self[index] for index in indices if index != 1]
+
+    dataset = type("Cut", (Listed,), {"__getitems__": most})([{"x": 1.0}, {"x": 2.0}])
+    for ask in (batch_of, lambda each: Samples(each, None, "it").__getitems__([1, 0])):
+        with pytest.raises(DataError, match="__getitems__ of Cut returned 1 samples for 2 indices"):
+            ask(dataset)
+    nothing = type("None", (Listed,), {"__getitems__": lambda self, indices: []})([{"x": 1.0}])
+    with pytest.raises(DataError, match="returned 0 samples for 1 indices"):
+        opened(nothing)
 
 
 def with_lengths(lengths):

@@ -1,6 +1,6 @@
 """Adapter from a torch Dataset, map-style or iterable, to a Source."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -35,9 +35,17 @@ def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
 
 
 def fetched(dataset: Any, indices: Sequence[int]) -> Any:
-    """Fetch samples as a DataLoader does: together where the data set can."""
+    """Fetch samples as a DataLoader does: together where the data set can. Raises DataError for too few, or more."""
     getitems = getattr(dataset, "__getitems__", None)
-    return [dataset[index] for index in indices] if getitems is None else getitems(list(indices))
+    if getitems is None:
+        return [dataset[index] for index in indices]
+    samples = getitems(list(indices))
+    if isinstance(samples, Sized) and not isinstance(samples, Mapping) and len(samples) != len(indices):
+        raise DataError(
+            f"__getitems__ of {type(dataset).__name__} returned {len(samples)} samples for {len(indices)} indices: "
+            "return one for each, in their order"
+        )
+    return samples
 
 
 class Samples:
