@@ -94,9 +94,13 @@ def own_schedule(schedule: ScheduleSection, model_file: Path | None) -> OwnSched
 
 def checked_factor(factor: Any, what: str) -> float:
     """Return what a user's schedule, named by `what`, returned. Raises ConfigError where it is no factor of a rate."""
-    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+    try:
+        number = math.nan if isinstance(factor, str) else float(factor)  # also of numpy and of a tensor
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise ConfigError(f"{what} returned {factor!r}: it is a number, at least 0")
-    return float(factor)
+    return number
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -3,6 +3,7 @@
 import math
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, which sets a variable: better here than inside a test
@@ -10,10 +11,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from lockstep.base import trust
+from lockstep.base.errors import ConfigError
 from lockstep.core.reduction import gradient_norm
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
-from lockstep.training.learning_rate import learning_rate, set_learning_rate
+from lockstep.training.learning_rate import checked_factor, learning_rate, set_learning_rate
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OptimSection, ScheduleSection, Shape
 from lockstep.training.state import MovingAverage
@@ -316,15 +318,30 @@ def test_averages_leave_whole_numbers_as_they_are(place):
         assert torch.equal(module.weight, torch.full((3,), 0.9))
 
 
-def test_the_rate_of_an_own_optimizer_may_be_a_tensor(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "import torch\n\ndef optimizer(module, options):\n"
-        "    return torch.optim.SGD(module.parameters(), lr=torch.tensor(0.02))\n"
-    )
+def own_file(folder, made):
+    file = folder / "own.py"
+    file.write_text(f"import torch\n\ndef optimizer(module, options):\n    return {made}\n")
     trust.own(trust.code_with_imports(file))
+    return OptimSection(kind="user", file=file, lr=0.01)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5, np.float32(0.1), np.int64(2), np.array(0.25), torch.tensor(0.1)])
+def test_a_factor_of_an_own_schedule_is_any_number(factor):
+    found = checked_factor(factor, "schedule(0)")
+    assert type(found) is float and found == factor
+
+
+@pytest.mark.parametrize(
+    "factor", ["1", None, -0.1, math.inf, pytest.param(10**400, id="huge"), torch.ones(2), np.ones(2), 1j]
+)
+def test_what_is_no_factor_is_told(factor):
+    with pytest.raises(ConfigError, match=r"schedule\(0\) returned .*: it is a number, at least 0"):
+        checked_factor(factor, "schedule(0)")
+
+
+def test_the_rate_of_an_own_optimizer_may_be_a_tensor(tmp_path):
     module = nn.Linear(2, 1)
-    config = OptimSection(kind="user", file=file, lr=0.01)
+    config = own_file(tmp_path, "torch.optim.SGD(module.parameters(), lr=torch.tensor(0.02))")
     optimizer = optim.build_own(config, module, None)
     optim.initialise(module, optimizer)
     set_learning_rate(optimizer, 0.005)
