@@ -339,6 +339,12 @@ def test_what_is_no_factor_is_told(factor):
         checked_factor(factor, "schedule(0)")
 
 
+def test_a_parameter_of_an_own_optimizer_that_is_not_the_models_is_told(tmp_path):
+    made = "torch.optim.SGD([*module.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)"
+    with pytest.raises(ConfigError, match=r"a parameter of shape \[3\] that is not the model's"):
+        optim.build_own(own_file(tmp_path, made), nn.Linear(2, 1), None)
+
+
 def test_the_rate_of_an_own_optimizer_may_be_a_tensor(tmp_path):
     module = nn.Linear(2, 1)
     config = own_file(tmp_path, "torch.optim.SGD(module.parameters(), lr=torch.tensor(0.02))")
