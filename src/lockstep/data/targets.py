@@ -13,6 +13,8 @@ from lockstep.data.columns import Place, labels_of, names_of, positions, texts_o
 
 SEPARATOR = ";"
 """Separator of a sample's classes in one text."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest number to predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,9 @@ class NumberColumn(LabelColumn):
         if not math.isfinite(found):
             what = "no label" if cell in (None, "") else f"the label {cell!r}, which is no finite number"
             raise DataError(f"{place(number)} has {what}: correct it, remove the row, or set data.labels=class")
+        if abs(found) > LARGEST:
+            what = f"the label {cell!r}, beyond what float32 can hold, {LARGEST:.1e}"
+            raise DataError(f"{place(number)} has {what}: give all labels in a larger unit, or their logarithms")
         return found
 
     def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:

@@ -23,6 +23,14 @@ def large(monkeypatch):
     return lambda is_large: monkeypatch.setattr(text_table, "LARGE_BYTES", -1 if is_large else 1 << 40)
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_number_that_float32_cannot_hold_is_told(tmp_path, large, is_large):
+    large(is_large)
+    table = write_table(tmp_path / "a.csv", [("a", "3e38"), ("b", "-1e300"), ("c", "1")])
+    said = complaint(files.build, files_config(table, labels="number", cache=tmp_path / "cache"), "train")
+    assert "row 2 of" in said and "the label '-1e300', beyond what float32 can hold, 3.4e+38" in said
+
+
 def content(source):
     found = source.__getitems__(range(len(source)))
     return found["text"], [label.tolist() for label in found["label"]], source.spec
