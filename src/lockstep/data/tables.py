@@ -8,6 +8,7 @@ report line numbers.
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,7 +53,7 @@ def read_errors(path: Path) -> Iterator[None]:
                         "its text is UTF-16. Save it as UTF-8, for example with `iconv -f utf-16 -t utf-8`"
                     )
         yield
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, ValueError, pa.ArrowException) as error:
         form = path.suffix.lower()[1:] if path.is_file() else "a folder"
         is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
         repair = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""

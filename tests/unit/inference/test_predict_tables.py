@@ -1,5 +1,6 @@
 """What `lockstep predict` reads, before any process predicts: with little memory, and what is wrong is said."""
 
+import gzip
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from lockstep.base.errors import DataError
+from lockstep.data.tables import MAX_LINE_CHARACTERS
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, open_input, scan_input
 
 TABLES = {
@@ -30,6 +32,10 @@ TABLES = {
     ),
     "hole.txt": ("a\n\nb\n", "row 2 of hole.txt has no text"),
     "latin.txt": (b"caf\xe9\n", "cannot be read as txt"),
+    "endless.txt.gz": (gzip.compress(b"\0" * (MAX_LINE_CHARACTERS + 9)), "one line is one text"),
+    "plain.txt.gz": ("a\nb\n", "cannot be read as gz: Not a gzipped file"),
+    "cut.txt.gz": (gzip.compress(b"a\nb\n")[:-9], "cannot be read as gz"),
+    "torn.jsonl.gz": (gzip.compress(b'{"text": "a"}\n')[:10] + b"\xff" * 30, "cannot be read as gz"),
     "bad.parquet": ("PAR1", "cannot be read as parquet"),
     "in.xlsx": ("", "is of no known form: name it after its form (.csv, .tsv"),
     "body.csv": (

@@ -206,8 +206,11 @@ def _read_parquet(path: Path, column: str) -> Iterator[pa.Table]:
 
 
 def _read_lines(path: Path, column: str) -> Iterator[pa.Table]:
-    with path.open(encoding="utf-8-sig") as file:
-        while texts := [line.removesuffix("\n") for line in islice(file, CHUNK_ROWS)]:
+    with tables.open_text(path) as file:
+        lines = iter(partial(file.readline, tables.MAX_LINE_CHARACTERS), "")
+        while texts := [line.removesuffix("\n") for line in islice(lines, CHUNK_ROWS)]:
+            if max(map(len, texts)) >= tables.MAX_LINE_CHARACTERS:
+                raise ValueError(f"a line has {tables.MAX_LINE_CHARACTERS:,} characters or more: one line is one text")
             yield pa.table({column: pa.array(texts, pa.string())})
 
 
