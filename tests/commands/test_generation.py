@@ -253,7 +253,7 @@ def test_a_space_of_it_answers(folder, server):
     with serving(space / "model", *command[3:5]) as own:
         asked = {"prompt": "The lambda ", "max_tokens": 20, "seed": 3}
         assert own.post("/generate", json=asked).json() == server.post("/generate", json=asked).json()
-        assert 'fetch("generate"' in own.get("/").text
+        assert 'call("generate"' in own.get("/").text
 
 
 @pytest.mark.parametrize(
