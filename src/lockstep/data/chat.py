@@ -275,7 +275,6 @@ def _thought(message: Message, written: str, *, tag: str, space: str) -> str:
 
 
 def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarray:
-    """Return the marked tokens of the pieces of a chat."""
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return marked(ids, np.repeat(np.array([is_learned for _, is_learned in pieces], dtype=bool), sizes))

@@ -121,7 +121,6 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _parts(path: Path, form: str) -> Iterator[Any]:
-    """Yield the parts that a file unpacks to."""
     with storage.regular(path) as file:
         start = file.read(8)
     if start.startswith(UNREAD):

@@ -281,7 +281,6 @@ def _of_transformers(tokenizer: Tokenizer) -> Any:
 
 
 def _save(tokenizer: Any, folder: Path, *, longest: int | None, template: str | None) -> None:
-    """Write a tokenizer of transformers."""
     if longest is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
     if template is not None:

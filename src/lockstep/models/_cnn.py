@@ -81,7 +81,6 @@ class CNN(ObjectiveModel):
         return super().load_state_dict(self.renamed(state_dict), *args, **options)
 
     def blocks(self) -> list[nn.Module]:
-        """Return the convolutions and the fully connected layers."""
         return [self.features, self.head]
 
 

@@ -162,7 +162,6 @@ class GPT(ObjectiveModel):
         return self.head(x[:, -1]), entries
 
     def blocks(self) -> list[nn.Module]:
-        """Return the embedding, each block, and the head."""
         return [self.embedding, *self.layers, self.head]
 
     def tensor_plan(self) -> TensorPlan:

@@ -256,7 +256,6 @@ class PretrainedTokenizer:
         return [(np.array(encoded["input_ids"][row], np.int32), np.array(words[row], np.int32)) for row in rows]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files beside the model's."""
         longest, self.tokenizer.model_max_length = self.tokenizer.model_max_length, self.max_length
         self.tokenizer.save_pretrained(folder)
         self.tokenizer.model_max_length = longest

@@ -57,7 +57,6 @@ class UserModel(Model):
         return self._derived(means) if self._derived else {}
 
     def blocks(self) -> list[nn.Module]:
-        """Return the module's own blocks, else its layers or children."""
         return own_blocks(self.network)
 
 

@@ -25,7 +25,6 @@ def build(config: Config, split: str) -> Chats:
 
 
 def _read(path: Path, config: Config) -> Chats:
-    """Return all chats of a file. Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no file {path}: correct data.train or data.test")
     chats, lines, faults = list[str](), list[int](), list[str]()

@@ -30,7 +30,6 @@ class HubSplit:
     place: Place
 
     def column(self, name: str) -> list[Any]:
-        """Read all values of a column of texts or labels."""
         return list(self.table.select_columns([name])[name])
 
     def cells(self, names: Sequence[str]) -> list[list[Any]]:

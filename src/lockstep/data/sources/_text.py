@@ -126,7 +126,6 @@ def build(config: Config, split: str) -> Pieces | PlainTexts | TextRows:
 
 
 def _rows(name: str, config: Config, split: str) -> TextRows:
-    """Return the texts of a data set's column."""
     chosen = config.test_split if split == "test" and config.test_split is not None else config.train_split
     table = load_split(name, chosen, cache=config.cache, subset=config.subset, revision=config.revision)
     where, rows = f"{name}, split {chosen}", np.arange(len(table))

@@ -18,5 +18,4 @@ class Config(DataSection):
     """Folder with train.csv and test.csv, or with a subfolder ag_news that has them; else they come from the hub."""
 
     def origin(self) -> Origin:
-        """Return the same for files and the hub."""
         return Origin(name="AG News", hub=HUB_NAME, language=("en",))

@@ -92,7 +92,6 @@ class TokenClassification(PredictingObjective):
         return found
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
-        """Return a model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
         found = logits_of(outputs)
         if found is None or found.ndim != 3 or found.shape[-1] != len(spec.labels):
             given = "nothing" if found is None else str(list(found.shape))
@@ -117,7 +116,6 @@ class TokenClassification(PredictingObjective):
         return np.empty(count, dtype=object)
 
     def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the scores [W, C] of the words alone, by the marks of the samples' tokens."""
         rows = (row[: len(tokens)][tokens >= 0] for row, tokens in zip(scores, samples, strict=True))
         return np.fromiter(rows, dtype=object, count=len(samples))
 
