@@ -246,6 +246,9 @@ def test_rows_of_json_may_hold_anything(predict, texts_model):
     Path("f.csv.gz").write_bytes(gzip.compress(b"text;n\na bank;007\n"))
     predict(texts_model, "f.csv.gz", "--out", "out.csv")
     assert Path("out.csv").read_text().splitlines()[1].startswith('"a bank","007"')
+    Path("h.txt.gz").write_bytes(gzip.compress(b"a bank\na goal\n"))
+    predict(texts_model, "h.txt.gz", "--out", "out.csv")
+    assert [line.partition(",")[0] for line in Path("out.csv").read_text().splitlines()[1:]] == ['"a bank"', '"a goal"']
     Path("g.jsonl").write_text('{"text": "a", "label": 1}\n')
     said = " ".join(predict(texts_model, "g.jsonl", "--out", "out.jsonl", code=2).split())
     assert "g.jsonl has a column 'label' already" in said

@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from lockstep.base.errors import DataError
 from lockstep.data.tables import MAX_LINE_CHARACTERS
+from lockstep.inference.predict import output_files
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, open_input, scan_input
 
 TABLES = {
@@ -52,6 +53,22 @@ def test_a_table_that_cannot_be_used(name, tmp_path, monkeypatch):
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=re.escape(said)):
         scan_input(open_input(Path(name), "text"))
+
+
+def test_a_link_is_written_through(tmp_path):
+    """To where it leads, which may be another disk; not into a device."""
+    table = pa.table({"text": ["a bank"]})
+    (tmp_path / "disk").mkdir()
+    for name, before in {"kept.csv": "before", "new.csv": None}.items():
+        link, target = tmp_path / name, tmp_path / "disk" / name
+        link.symlink_to(target)
+        if before:
+            target.write_text(before)
+        output_files.write(link, table.schema, [table])
+        assert link.is_symlink() and target.read_text() == '"text"\n"a bank"\n'
+    (tmp_path / "null.csv").symlink_to("/dev/null")
+    with pytest.raises(DataError, match="null.csv is a pipe or a device"):
+        output_files.writer_of(tmp_path / "null.csv")
 
 
 def test_an_input_that_changes_while_it_is_read(tmp_path):

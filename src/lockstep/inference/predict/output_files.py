@@ -7,6 +7,7 @@ Not through `pyarrow.dataset.write_dataset`: it writes folders, cannot write JSO
 import io
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,6 +106,8 @@ def writer_of(out: Path) -> Writer:
         raise DataError(f"{out} is of no form that can be written: end --out in {', '.join(WRITERS)}")
     if out.is_dir():
         raise DataError(f"{out} is a folder: name a file with --out")
+    if out.exists() and not out.is_file():
+        raise DataError(f"{out} is a pipe or a device: name a file with --out")
     if not out.parent.is_dir():
         raise DataError(f"there is no folder {out.parent} to write {out.name} to: make it, or name another --out")
     return WRITERS[out.suffix.lower()]
@@ -139,8 +142,9 @@ def check_rows(table: pa.Table, out: Path) -> None:
 
 
 def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write the rows, and replace the file at the end. Raises OSError."""
-    with storage.replacing(out) as file:
+    """Write the rows, and replace the file at the end, where `out` is a link the one that it leads to. Raises
+    OSError."""
+    with storage.replacing(Path(os.path.realpath(out))) as file:
         writer_of(out)(file, schema, _group(tables))
 
 
