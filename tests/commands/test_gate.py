@@ -385,6 +385,17 @@ def test_mistakes_are_told(folder, golden_text, words, said):
     assert said in gate(folder, *words, code=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "to"), [("c.yaml", "golden.json"), ("c.json", "golden.json"), ("new.json", "new.json")]
+)
+def test_a_file_is_advised_that_can_be_recorded(tmp_path, name, to):
+    """Its name ends in .json, and it is not the config."""
+    for config in ("c.yaml", "c.json"):
+        (tmp_path / config).write_text("data: {kind: digits}\n")
+    with pytest.raises(ConfigError, match=f"--record {tmp_path / to}`"):
+        golden_file.read(tmp_path / name)
+
+
 def test_a_golden_run_mirrors_nothing(folder):
     recipe = recipes.load(Path("c.yaml"), ["checkpoint.mirror=s3://bucket/runs", "train.max_minutes=1"])
     found = gating.first_steps(4).recipe(recipe, folder / "run")

@@ -69,4 +69,5 @@ def read(path: Path) -> Golden:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = ": ".join([*map(str, first["loc"][:3]), first["msg"]])
     what = f"{path} is no golden file, or a damaged one ({reason})"
-    raise ConfigError(f"{what}; record one by `lockstep gate CONFIG --record {path}`")
+    to = path if path.suffix == ".json" and not path.exists() else path.parent / "golden.json"
+    raise ConfigError(f"{what}; record one by `lockstep gate CONFIG --record {to}`")
