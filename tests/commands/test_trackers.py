@@ -200,6 +200,21 @@ def test_a_run_from_the_beginning_is_another_run(tmp_path):
     assert len(set(ids)) == 2 and ids[1] == ids[2]
 
 
+def test_values_of_variables_are_not_sent(tmp_path):
+    """Nor the file that holds them; a token may be among them."""
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("launch: {environment: {HF_TOKEN: hf_secret}}\n")
+    (folder / "metrics.jsonl").touch()
+    sink = plugins.find("observe.sinks", "mlflow").build(folder)
+    observe(sink, folder, range(1, 3))
+    sink.notice(ended(folder))
+    _, parameters, _, artifacts = mlflow_rows(folder)
+    assert parameters["launch.environment.HF_TOKEN"] == "***" and artifacts == {"metrics.jsonl"}
+    sent = [file for file in (tmp_path / "mlruns").rglob("*") if file.is_file()]
+    assert not [file for file in sent if b"hf_secret" in file.read_bytes()]
+
+
 def test_times_that_a_kill_has_kept_are_sent_from_the_history(tmp_path):
     """Those up to the resumed step; of lines that nobody has written so, none."""
     lines = [{"time": 1000.0, "kind": "ranks", "step": step, "steps": 2, "phases": PHASED} for step in (2, 4, 6)]
