@@ -65,6 +65,14 @@ def detaches(folder):
             step.backward(losses(model, batch).detach())
 
 
+def has_an_infinite_loss(folder):
+    """It is noticed at the end, eight steps later."""
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch) * (float("inf") if step.number == 1 else 1.0))
+
+
 def runs_its_own_backward(folder):
     model, _, loop = made(folder)
     for step in loop:
@@ -295,6 +303,7 @@ MISTAKES = {
     takes_a_mean: 'reduction="sum"',
     gives_no_sum: "a tensor of shape [8]",
     detaches: "does not depend on any trained weight",
+    has_an_infinite_loss: "in step 2: shard 0, samples [54, 7, 16, 41, 40, 12, 50, 3]",
     runs_its_own_backward: "write step.backward(loss)",
     goes_backward_twice: "once for each micro-batch",
     updates_by_itself: "remove optimizer.step()",

@@ -363,7 +363,7 @@ class Loop:
             evaluate=None,
             saving=saving,
             compare_ranks=ranks.check,
-            describe=lambda _, shard: f"shard {shard}, samples {self._order.shards(state.step - 1)[shard].tolist()}",
+            describe=lambda step, shard: f"shard {shard}, samples {self._order.shards(step)[shard].tolist()}",
             bus=folder.bus,
             total_steps=self.total_steps,
             steps_per_epoch=self.steps_per_epoch,
