@@ -73,6 +73,20 @@ def has_an_infinite_loss(folder):
             step.backward(losses(model, batch) * (float("inf") if step.number == 1 else 1.0))
 
 
+def counts_backwards(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch), count=-len(batch["y"]))
+
+
+def counts_in_words(folder):
+    model, _, loop = made(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch), count="8")
+
+
 def runs_its_own_backward(folder):
     model, _, loop = made(folder)
     for step in loop:
@@ -304,6 +318,8 @@ MISTAKES = {
     gives_no_sum: "a tensor of shape [8]",
     detaches: "does not depend on any trained weight",
     has_an_infinite_loss: "in step 2: shard 0, samples [54, 7, 16, 41, 40, 12, 50, 3]",
+    counts_backwards: "it is how many samples (or tokens) the total is the sum of",
+    counts_in_words: "it is how many samples (or tokens) the total is the sum of",
     runs_its_own_backward: "write step.backward(loss)",
     goes_backward_twice: "once for each micro-batch",
     updates_by_itself: "remove optimizer.step()",

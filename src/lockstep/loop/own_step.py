@@ -6,6 +6,7 @@ Uses of the model or the optimizer in another place are detected before they cha
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.phases import phase
+from lockstep.core.numerics.loss import checked
 from lockstep.parallel.replicated import Stepwise
 from lockstep.training.step import Outcome
 
@@ -172,11 +174,11 @@ class OwnStep:
         if micro_batch is None:
             raise ModelError("step.backward(loss) is called once for each micro-batch, inside of `for ... in step`")
         self._check(loss)
-        loss = loss.reshape(())
-        result = LossSum(loss, len(micro_batch.indices) if count is None else count)
+        count = float(count) if isinstance(count, Real) else count  # also of numpy
+        result = checked(LossSum(loss, len(micro_batch.indices) if count is None else count))
         with self._guard.inside("backward"):
             self._strategy.backward(result)
-        self._losses.append((micro_batch, LossSum(loss.detach(), result.count)))
+        self._losses.append((micro_batch, LossSum(result.total.detach(), result.count)))
         self._current = None
 
     @property

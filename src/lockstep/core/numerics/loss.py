@@ -26,7 +26,7 @@ def checked(loss: Any) -> LossSum:
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
         what = f"LossSum.total is {_repr(loss.total)}"
         raise ModelError(f"{what}: it is the sum of the losses, a tensor of one number, such as in {EXAMPLE}")
-    if not _is_number(loss.count) or (not isinstance(loss.count, Tensor) and loss.count < 0):
+    if not _is_number(loss.count) or (not isinstance(loss.count, Tensor) and not 0 <= loss.count < math.inf):
         what = f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of"
         raise ModelError(f"{what}, a number, such as in {EXAMPLE}")
     if not isinstance(loss.sums, Mapping) or not all(map(_is_number, loss.sums.values())):
