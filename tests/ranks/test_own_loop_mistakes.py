@@ -87,6 +87,18 @@ def counts_in_words(folder):
             step.backward(losses(model, batch), count="8")
 
 
+def schedules_by_a_name(folder):
+    made(folder, schedule="cosine")
+
+
+def gives_the_class_of_a_scheduler(folder):
+    made(folder, scheduler=lambda _: lr_scheduler.ExponentialLR)
+
+
+def makes_no_scheduler(folder):
+    made(folder, scheduler=lambda _: lambda optimizer, steps: None)
+
+
 def runs_its_own_backward(folder):
     model, _, loop = made(folder)
     for step in loop:
@@ -320,6 +332,9 @@ MISTAKES = {
     has_an_infinite_loss: "in step 2: shard 0, samples [54, 7, 16, 41, 40, 12, 50, 3]",
     counts_backwards: "it is how many samples (or tokens) the total is the sum of",
     counts_in_words: "it is how many samples (or tokens) the total is the sum of",
+    schedules_by_a_name: "schedule='cosine': it is a function of the step",
+    gives_the_class_of_a_scheduler: "such as ExponentialLR(optimizer, 0.9), or a function",
+    makes_no_scheduler: "scheduler=None: it is a scheduler of torch",
     runs_its_own_backward: "write step.backward(loss)",
     goes_backward_twice: "once for each micro-batch",
     updates_by_itself: "remove optimizer.step()",

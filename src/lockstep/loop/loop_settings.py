@@ -54,6 +54,8 @@ class LoopSettings:
             )
         if train.epochs is not None and train.steps is not None:
             raise ConfigError("lockstep.Loop: give epochs or steps, not both")
+        if (schedule := self.schedule) is not None and not callable(schedule):
+            raise ConfigError(f"lockstep.Loop: {schedule=}: it is a function of the step, from 0, to a factor")
 
     def numeric(self) -> dict[str, Any]:
         """Return the settings that can change a bit of the weights, by their names in a config: the numeric recipe."""

@@ -31,7 +31,13 @@ def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.O
     """Return a script's scheduler, or what its function makes. Raises ConfigError where it gives a `schedule`, too."""
     if scheduler is not None and schedule is not None:
         raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
-    return scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
+    made = scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
+    if scheduler is not None and (isinstance(made, type) or not hasattr(made, "optimizer")):
+        raise ConfigError(
+            f"lockstep.Loop: scheduler={made!r}: it is a scheduler of torch, such as ExponentialLR(optimizer, 0.9), or a "
+            "function of optimizer and steps that returns one"
+        )
+    return made
 
 
 class ScriptOptimizer:
