@@ -41,10 +41,8 @@ def fetched(dataset: Any, indices: Sequence[int]) -> Any:
         return [dataset[index] for index in indices]
     samples = getitems(list(indices))
     if isinstance(samples, Sized) and not isinstance(samples, Mapping) and len(samples) != len(indices):
-        raise DataError(
-            f"__getitems__ of {type(dataset).__name__} returned {len(samples)} samples for {len(indices)} indices: "
-            "return one for each, in their order"
-        )
+        what = f"__getitems__ of {type(dataset).__name__} returned {len(samples)} samples for {len(indices)} indices"
+        raise DataError(f"{what}: return one for each, in their order")
     return samples
 
 

@@ -18,8 +18,8 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
-from lockstep.loop.loop_settings import SCHEDULE, LoopSettings
-from lockstep.loop.script_optimizer import GROUPS, SCHEDULER, ScriptOptimizer
+from lockstep.loop.loop_settings import LoopSettings
+from lockstep.loop.script_optimizer import GROUPS, ScriptOptimizer
 from lockstep.observe.run_folder import LOOP, RECIPE, SUMMARY
 from lockstep.observe.run_history import RunHistory
 from lockstep.recipe import run_paths
@@ -29,7 +29,7 @@ from lockstep.training.state import TrainState
 
 SCRIPT = "script"
 """Key of the state of the script's optimizer, in the progress of a manifest."""
-ADDED = (GROUPS, SCHEDULE, SCHEDULER)
+ADDED = (GROUPS, "optim.schedule", "optim.scheduler")
 """Parts of the numeric recipe that checkpoints of earlier versions lack."""
 FOR_SCRIPTS = "For lockstep.Loop: another folder=..., or allow_drift=True"
 
@@ -134,9 +134,8 @@ class LoopFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LaunchError(
-                f"{self.path} cannot be made a folder ({error.strerror}): give lockstep.Loop another folder=..."
-            ) from None
+            what = f"{self.path} cannot be made a folder ({error.strerror})"
+            raise LaunchError(f"{what}: give lockstep.Loop another folder=...") from None
         run_paths.check_folder(self.path)
         if (self.path / RECIPE).exists():
             raise LaunchError(

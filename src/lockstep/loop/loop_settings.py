@@ -18,8 +18,6 @@ from lockstep.training.training_config import TrainSection
 S = TypeVar("S", bound=Section)
 NAMES = {"every_steps": "save_steps", "every_minutes": "save_minutes"}
 """Setting of a section -> argument of Loop, where it has another name."""
-SCHEDULE = "optim.schedule"
-"""Name of the schedule in the numeric recipe."""
 Schedule = Callable[[int], float]
 """Function of a step, from 0 -> factor of the optimizer's learning rates."""
 
@@ -61,7 +59,7 @@ class LoopSettings:
         """Return the settings that can change a bit of the weights, by their names in a config: the numeric recipe."""
         train = {f"train.{name}": getattr(self.train, name) for name in ("global_batch", "micro_batch", "precision")}
         own = {"run.seed": self.own.seed, "run.reproducibility": "exact", "optim.clip": self.own.clip}
-        return {**own, **train, SCHEDULE: None if self.schedule is None else "a function of the step"}
+        return {**own, **train, "optim.schedule": None if self.schedule is None else "a function of the step"}
 
     def order(self, samples: int) -> Order:
         return Order(

@@ -23,9 +23,6 @@ OPTIMIZER = "optimizer."
 GROUPS = "optim.groups."
 """Prefix of its parameter groups in the numeric recipe."""
 
-SCHEDULER = "optim.scheduler"
-"""Name of its scheduler in the numeric recipe."""
-
 
 def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return a script's scheduler, or what its function makes. Raises ConfigError where it gives a `schedule`, too."""
@@ -33,10 +30,8 @@ def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.O
         raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
     made = scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
     if scheduler is not None and (isinstance(made, type) or not hasattr(made, "optimizer")):
-        raise ConfigError(
-            f"lockstep.Loop: scheduler={made!r}: it is a scheduler of torch, such as ExponentialLR(optimizer, 0.9), or a "
-            "function of optimizer and steps that returns one"
-        )
+        what = f"lockstep.Loop: scheduler={made!r}: it is a scheduler of torch, such as ExponentialLR(optimizer, 0.9)"
+        raise ConfigError(f"{what}, or a function of optimizer and steps that returns one")
     return made
 
 
@@ -125,11 +120,15 @@ class ScriptOptimizer:
             if len(self.initial) > 1:
                 own["parameters"] = _short_hash("\n".join(self.names[parameter] for parameter in group["params"]))
             settings[f"{GROUPS}{number}"] = own
-        settings[SCHEDULER] = None
+        settings["optim.scheduler"] = None
         if self.scheduler is not None:
             plain = {name: repr(value) for name, value in self.scheduled.items() if not name.startswith("_")}
             others = repr({name: value for name, value in self.scheduled.items() if name.startswith("_")})
-            settings[SCHEDULER] = {"kind": type(self.scheduler).__name__, **plain, "others": _short_hash(others)}
+            settings["optim.scheduler"] = {
+                "kind": type(self.scheduler).__name__,
+                **plain,
+                "others": _short_hash(others),
+            }
         return settings
 
     def _options(self) -> list[dict[str, Any]]:

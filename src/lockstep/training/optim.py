@@ -197,10 +197,8 @@ def build_own(config: OptimSection, module: nn.Module, model_file: Path | None) 
     if left := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
         raise ConfigError(f"optimizer() in {file} leaves out {left[0]}: give it all trained parameters, or freeze some")
     if other := held - {*module.parameters()}:
-        raise ConfigError(
-            f"optimizer() in {file} has a parameter of shape {list(other.pop().shape)} that is not the model's: make it"
-            " one of the model's, else it is in no checkpoint, and differs between processes"
-        )
+        what = f"optimizer() in {file} has a parameter of shape {list(other.pop().shape)} that is not the model's"
+        raise ConfigError(f"{what}: make it one of the model's, else no checkpoint has it, and each process another")
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])  # also of one that is a tensor
         group[SCALE] = group["lr"] / config.lr
