@@ -122,7 +122,8 @@ def is_linked(folder: Path) -> bool:
 
 
 def broken_link(chain: Sequence[Link]) -> Link | None:
-    """Return the first link that does not follow from the one before it, or, unless some were dropped, from nothing."""
+    """Return the first link that does not follow from the one before it. The first one follows from nothing, unless
+    those before it were dropped."""
     if chain and len(chain) < MOST_LINKS and not chain[0].follows(""):
         return chain[0]
     return next((each for before, each in pairwise(chain) if not each.follows(before.link)), None)

@@ -14,7 +14,8 @@ MODEL, AVERAGE = "model.", "ema."
 
 
 def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill weights and buffers in place, of DTensors the shard; parameters with the moving average where there is one.
+    """Fill weights and buffers in place, of a DTensor its local shard; the parameters with the moving average where the
+    checkpoint has one.
 
     Raises CheckpointError when the checkpoint is damaged, or belongs to another model.
     """

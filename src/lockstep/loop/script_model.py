@@ -32,7 +32,8 @@ def _no_loss(_: Outputs, __: Batch) -> LossSum:
 
 
 def made_equal(model: nn.Module) -> bool:
-    """Give every rank the weights and buffers of rank 0 -> whether they differed. Raises ModelError for other ones."""
+    """Give every rank the weights and buffers of rank 0 -> whether they differed. Raises ModelError where the models
+    are not of one kind."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
     kinds = all_gather_object(own)

@@ -89,7 +89,8 @@ def refuse_state_between_blocks(partitioned: PartitionedModel, batch: Batch, aut
 
 
 class OutputUses(TorchDispatchMode):
-    """Records the units that use outputs of another block than the one before, even without a gradient, as of masks."""
+    """Records the units that use outputs of another block than the one before them, even those without a gradient, such
+    as masks and positions."""
 
     def __init__(self, unit: Callable[[], int]) -> None:
         super().__init__()

@@ -94,7 +94,8 @@ def contiguous_by_rank(size: int, shards: int) -> list[Shards]:
 
 
 def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
-    """Return every `size`-th shard, of neighbours in each round; None for ranks without one in the last. Not empty."""
+    """Return every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round
+    are neighbours. At least one round."""
     rounds = max(1, -(-len(shards) // size))
     own: list[int | None] = [*shards[rank::size]]
     return own + [None] * (rounds - len(own))
