@@ -55,7 +55,7 @@ class Loader:
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
         self.batches = DataLoader(
             MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id),
-            sampler=requests,  # type: ignore[arg-type]
+            sampler=requests,
             batch_size=None,  # the data set gives whole micro-batches
             num_workers=workers,
             pin_memory=False,

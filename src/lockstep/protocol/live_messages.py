@@ -190,7 +190,7 @@ class LiveMessages:
         return cls(store_at(Endpoint(host=LOOPBACK, port=int(os.environ[PORT])), timeout=PATIENCE))
 
     def publish(self, formation: Formation) -> None:
-        self.store.set("formation", to_json(formation))
+        self.store.set("formation", to_json(formation).decode())
         for version in range(self._published + 1, formation.version + 1):
             self.store.set(f"version/{version}", "")
         self._published = formation.version
@@ -201,7 +201,7 @@ class LiveMessages:
         return FORMATION.validate_json(self.store.get("formation"))
 
     def report(self, name: str, report: WorkerReport) -> None:
-        self.store.set(f"report/{name}", to_json(report))
+        self.store.set(f"report/{name}", to_json(report).decode())
         self.store.add("reports", 1)
 
     def leave(self, name: str) -> None:

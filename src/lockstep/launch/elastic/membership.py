@@ -243,7 +243,7 @@ class Membership:
             standbys = {str(i): self.entries.get(i, {}).get("standby", "") for i in self.round.members}
             self.round = replace(self.round, standbys={**self.round.standbys, **standbys})
             self._changed.notify_all()
-        self.store.set("round", to_json(self.round))
+        self.store.set("round", to_json(self.round).decode())
         return self.round
 
     def evict(self, indices: Iterable[int]) -> None:
