@@ -40,7 +40,7 @@ class Replicated:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
         self.hooks: list[RemovableHandle] = []
-        """In the placed model."""
+        """Hooks in the placed model."""
         self.runners: tuple[int, ...] | None = None
         """The ranks that run shards, in another order than usual, while a step is run once more."""
         self._all_reduces: dict[tuple[int, Shards, tuple[int, ...] | None], AllReduce] = {}

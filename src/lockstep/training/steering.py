@@ -46,7 +46,7 @@ class Decision(BaseModel):
 
     @property
     def text(self) -> str:
-        """What was asked for, for the user; empty where nothing was."""
+        """Text of the requests, for the user; empty without any."""
         asked = [name for name in ("stop", "save", "evaluate") if getattr(self, name)]
         return ", ".join(asked + ([f"learning rate x {self.factor:g}"] if self.factor != 1.0 else []))
 

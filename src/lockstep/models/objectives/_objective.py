@@ -51,7 +51,7 @@ class Objective(ABC):
     (core.numerics.word_tokens), and its scores are [W, K] for W words."""
 
     NEEDS: ClassVar[str] = ""
-    """What the data has to have for it, in words."""
+    """Text on what the data has to have for it."""
 
     def is_taught_by(self, spec: DataSpec) -> bool:
         """Return whether the data has what it needs."""
