@@ -245,7 +245,7 @@ def test_errors_are_reported_once(tmp_path):
     bus.subscribe(sink)
     bus.subscribe(Keeps())
     bus.publish(run_started(tmp_path))
-    sink.client = sink.mlflow = None
+    sink.log = None
     observe(bus_of(bus), tmp_path, range(1, 5))
     assert len(found) == 1 and "Mlflow failed and is left out" in found[0]
 
