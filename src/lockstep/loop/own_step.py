@@ -174,8 +174,8 @@ class OwnStep:
         if micro_batch is None:
             raise ModelError("step.backward(loss) is called once for each micro-batch, inside of `for ... in step`")
         self._check(loss)
-        count = float(count) if isinstance(count, Real) else count  # also of numpy
-        result = checked(LossSum(loss, len(micro_batch.indices) if count is None else count))
+        counted: Any = float(count) if isinstance(count, Real) else count  # also of numpy
+        result = checked(LossSum(loss, len(micro_batch.indices) if counted is None else counted))
         with self._guard.inside("backward"):
             self._strategy.backward(result)
         self._losses.append((micro_batch, LossSum(result.total.detach(), result.count)))
