@@ -28,6 +28,8 @@ CALL_SITES = {
     ("models/_own_functions.py", "own_metrics"): ("model.file", "while its metrics were made"),
     ("data/sources/_user.py", "build"): ("data.file", "while the data was opened"),
     ("data/augment.py", "augmented"): ("data.augment", "while its function was looked for"),
+    ("training/learning_rate.py", "own"): ("schedule.file", "in its schedule"),
+    ("training/optim.py", "build_own"): ("optim.file", "while its optimizer was made"),
     ("run/tasks/train.py", "subscribe_observers"): ("observe.file", "while its observers were made"),
 }
 """Functions of Lockstep that call the user's code: (file, function) -> the setting that names it, what it is doing.

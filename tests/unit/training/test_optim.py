@@ -10,12 +10,12 @@ import torch._dynamo  # the first optimizer imports it, which sets a variable: b
 from pydantic import ValidationError
 from torch import nn
 
-from lockstep.base import trust
+from lockstep.base import trust, user_code
 from lockstep.base.errors import ConfigError
 from lockstep.core.reduction import gradient_norm
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
-from lockstep.training.learning_rate import checked_factor, learning_rate, set_learning_rate
+from lockstep.training.learning_rate import checked_factor, learning_rate, own_schedule, set_learning_rate
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OptimSection, ScheduleSection, Shape
 from lockstep.training.state import MovingAverage
@@ -337,6 +337,21 @@ def test_a_factor_of_an_own_schedule_is_any_number(factor):
 def test_what_is_no_factor_is_told(factor):
     with pytest.raises(ConfigError, match=r"schedule\(0\) returned .*: it is a number, at least 0"):
         checked_factor(factor, "schedule(0)")
+
+
+def test_functions_that_take_other_arguments_are_the_users_mistake(tmp_path):
+    """Though the last frame of the error is one of ours."""
+    file = tmp_path / "own.py"
+    file.write_text("def optimizer():\n    return None\n\ndef schedule():\n    return 1.0\n")
+    trust.own(trust.code_with_imports(file))
+    schedule = own_schedule(ScheduleSection(shape="user", file=file), None)
+    config = OptimSection(kind="user", file=file)
+    calls = {"schedule.file": lambda: schedule(0, 1), "optim.file": lambda: optim.build_own(config, None, None)}
+    for setting, call in calls.items():
+        with pytest.raises(TypeError, match="takes 0 positional arguments") as caught:
+            call()
+        assert user_code.is_from_user(caught.value), setting
+        assert user_code.report(caught.value).startswith(f"{setting}: "), setting
 
 
 def test_a_parameter_of_an_own_optimizer_that_is_not_the_models_is_told(tmp_path):
