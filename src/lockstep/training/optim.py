@@ -193,6 +193,8 @@ def build_own(config: OptimSection, module: nn.Module, model_file: Path | None) 
     optimizer = function(module, config.options)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer() in {file} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(f"optimizer() in {file} returned LBFGS, which runs the model more than once in a step")
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if left := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
         raise ConfigError(f"optimizer() in {file} leaves out {left[0]}: give it all trained parameters, or freeze some")

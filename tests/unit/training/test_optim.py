@@ -354,6 +354,11 @@ def test_functions_that_take_other_arguments_are_the_users_mistake(tmp_path):
         assert user_code.report(caught.value).startswith(f"{setting}: "), setting
 
 
+def test_lbfgs_as_an_own_optimizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="LBFGS, which runs the model more than once in a step"):
+        optim.build_own(own_file(tmp_path, "torch.optim.LBFGS(module.parameters())"), nn.Linear(2, 1), None)
+
+
 def test_a_parameter_of_an_own_optimizer_that_is_not_the_models_is_told(tmp_path):
     made = "torch.optim.SGD([*module.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)"
     with pytest.raises(ConfigError, match=r"a parameter of shape \[3\] that is not the model's"):
