@@ -281,6 +281,14 @@ def test_what_is_no_metric_is_named(declared, error):
         declared_metrics({}, {"own": declared})
 
 
+@pytest.mark.parametrize(
+    ("own", "given"), [(None, "a NoneType"), ([MaxMetric()], "a list of MaxMetric"), (MaxMetric(), "a MaxMetric")]
+)
+def test_what_is_no_dict_of_metrics_is_told(own, given):
+    with pytest.raises(ModelError, match=rf"metrics\(spec\) gives {given}: return a dict"):
+        declared_metrics({}, own)
+
+
 def first():
     return next(iter(batches()))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.errors import ConfigError, ModelError, nearest
 from lockstep.base.model_contracts import Batch, Outputs
@@ -55,6 +55,8 @@ def declared_metrics(built_in: Mapping[str, DeclaredMetric], own: Mapping[str, A
     """Return the objective's metrics, then the user's `own`, which may replace one of these, or drop it with None.
     Raises ModelError for anything that is not a metric."""
     metrics = dict(built_in)
+    if not isinstance(own, Mapping | nn.ModuleDict):  # as a MetricCollection is
+        raise ModelError(f"metrics(spec) gives {_described(own)}: return a dict of metrics, by their names")
     for name, declared in own.items():
         metrics.pop(name, None)
         if declared is not None:
