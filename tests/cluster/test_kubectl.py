@@ -1,4 +1,4 @@
-"""What kubectl is asked, what it says when it cannot, and how a cluster's answer is told."""
+"""What kubectl is asked, what it says when it cannot, and how a cluster's answer is shown."""
 
 import json
 import shutil

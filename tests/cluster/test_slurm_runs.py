@@ -274,7 +274,7 @@ def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
 @pytest.mark.matrix
 def test_doctor_on_all_machines_of_a_job(slurm, tmp_path):
     """One command on the login node: srun starts it on both, and the pairs between them are measured. What is wrong on
-    one of them is told with its name, and a machine that is cut off is missed."""
+    one of them is reported with its name, and a machine that is cut off is missed."""
     write(tmp_path, is_held=False)
     words = ["launch.kind=slurm", "launch.nodes=2", "launch.processes=1", "launch.cpus=2", "--json", "found.json"]
     done = lockstep(slurm, tmp_path, "doctor", "c.yaml", *words)

@@ -1,4 +1,4 @@
-"""`lockstep checkpoints` as people use it: what is listed and why it is kept, damage that is told, a run that goes on."""
+"""`lockstep checkpoints` as people use it: what is listed and why it is kept, damage that is reported, a run that goes on."""
 
 import io
 import os
@@ -88,7 +88,7 @@ def plain(text):
 
 
 def size(folder):
-    """As it is told: of all files but the manifest."""
+    """As listed: of all files but the manifest."""
     return decimal(sum(file.stat().st_size for file in folder.iterdir() if file.name != layout.MANIFEST))
 
 

@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: the same figures on any number of processes, of a run and of its exports, and what is told."""
+"""`lockstep evaluate`: the same figures on any number of processes, of a run and of its exports, and the messages."""
 
 import io
 import json

@@ -153,7 +153,7 @@ class Scripted:
     ],
 )
 def test_stop_texts_and_whole_characters(generator, text, stop, expected):
-    """What is told of a completion while it is made is never taken back."""
+    """Text of a completion that was sent while it is made is never taken back."""
     batch = GeneratedBatch(generator)
     row = Completion(prompt=[65], sampling=Sampling(max_tokens=99, temperature=0, stop=stop))
     batch.rows, batch.decoding = [row], Scripted([*text.encode(), 256])

@@ -112,7 +112,7 @@ def test_a_killed_push_is_repeated_and_whole(hub, run, tmp_path):
 
 
 def test_refusals_and_replacements(hub, run, tmp_path):
-    """Who may not write is told so; another kind takes the files of the former with it, and leaves what is not its."""
+    """A user who may not write gets a message; another kind takes the files of the former with it, and leaves what is not its."""
     found = python(
         hub,
         tmp_path,

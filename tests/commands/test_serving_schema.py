@@ -44,7 +44,7 @@ def test_every_route_is_in_a_group_that_is_described(texts):
 
 @pytest.mark.parametrize("takes", ["texts", "images"])
 def test_schemathesis(takes, request):
-    """All its checks: statuses and bodies as they are told, no server error, wrong input refused, right input taken."""
+    """All its checks: statuses and bodies as documented, no server error, wrong input refused, right input taken."""
     server = request.getfixturevalue(takes)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--max-examples", "8", "--seed", "7", "--no-color", "--exclude-path", "/-/reload"]

@@ -1,4 +1,4 @@
-"""Exports that somebody else has written: nothing in them is executed, and each that cannot be used is told in words."""
+"""Exports that somebody else has written: nothing in them is executed, and each that cannot be used gets a message."""
 
 import json
 import os

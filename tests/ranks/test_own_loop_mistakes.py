@@ -1,4 +1,4 @@
-"""Mistakes of scripts with lockstep.Loop: each is told, and says what to write instead."""
+"""Mistakes of scripts with lockstep.Loop: each gets a message that says what to write instead."""
 
 import pathlib
 from functools import partial

@@ -1,4 +1,4 @@
-"""Processes near their GPUs: whether there is one, and of which node, is told to torch here; the binding is real."""
+"""Processes near their GPUs: whether there is one, and of which node, is patched in torch here; the binding is real."""
 
 import os
 

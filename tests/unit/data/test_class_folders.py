@@ -21,7 +21,7 @@ def pictures(folder, count=12, suffix="png"):
 
 
 def opened(train, model=None, **data):
-    """Both splits, and what the user is told."""
+    """Both splits, and the messages to the user."""
     told = []
     data = {"kind": "files", "train": train, "test_fraction": 0.2, "channels": 1, **data}
     recipe = Recipe.model_validate({"data": data, "model": model or {"kind": "cnn"}})

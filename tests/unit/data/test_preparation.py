@@ -129,7 +129,7 @@ def write_pictures(folder):
 
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_images_that_are_tensors_are_pixels(tmp_path, has_labels):
-    """Files are predicted as well as samples. A label that is an image is told when the training starts."""
+    """Files are predicted as well as samples. A label that is an image is reported when the training starts."""
     text = FILE.format(way="plain", name="convert", call="convert") + TENSORS.format(has_labels=has_labels)
     (tmp_path / "own.py").write_text(text + OWN_LOSS * (not has_labels))
     own = {"kind": "user", "file": "own.py"}

@@ -1,4 +1,4 @@
-"""What a cluster is told: manifests as they were approved, read by two strict readers.
+"""What a cluster gets: manifests as they were approved, read by two strict readers.
 
 After a change that is meant, `LOCKSTEP_GOLDEN=write pytest tests/unit/launch/test_kubernetes.py` writes the approved manifests anew.
 """
