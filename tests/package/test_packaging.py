@@ -20,7 +20,7 @@ from places import ROOT
 PACKAGE = ROOT / "src" / "lockstep"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-BY_OTHERS = {"httptools", "nvidia-ml-py", "onnxscript", "python-multipart", "s3fs", "tensorboard"}
+BY_OTHERS = {"httptools", "nvidia-ml-py", "onnxscript", "python-multipart", "s3fs", "tensorboard", "uvloop"}
 """What uvicorn, torch.cuda, torch.onnx, starlette, fsspec and torch.utils.tensorboard import."""
 OF_OTHERS = {"markupsafe", "pydantic_core", "starlette"}
 """What jinja2, pydantic and fastapi are built on, and cannot be without."""
