@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.distributed.process_group import world_group
 from lockstep.core.host.activity import progress, waiting_in
 from lockstep.core.host.phases import phase
 from lockstep.core.reduction.all_reduce import AllReduce
@@ -140,8 +141,12 @@ class SeededStage(PipelineStage):
         return [layout.empty(self.device) for layout in layouts]
 
     def _transfers(self, kind: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[dist.P2POp]:
-        peer = self.stage_index_to_group_rank[stage]
-        return [dist.P2POp(kind, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+        """List the messages to or from a stage. On CPUs they go through the default group: PyTorch's schedules wait for
+        those of another one as long as it took to open (see `wait_for`)."""
+        peer, group = self.stage_index_to_group_rank[stage], self.group
+        if group is not None and self.device.type == "cpu":
+            peer, group = dist.get_global_rank(group, peer), world_group()
+        return [dist.P2POp(kind, tensor, group=group, group_peer=peer) for tensor in tensors]
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.model_contracts import Batch, Outputs
-from lockstep.core.distributed.collectives import receive_object, send_object
+from lockstep.core.distributed.collectives import receive, receive_object, send, send_object
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
@@ -60,12 +60,12 @@ class StageForward:
             if number < final and size > 1:
                 send_object(states, following, self.group)
                 for tensor in outputs:
-                    dist.send(tensor, group=self.group, group_dst=following)
+                    send(tensor, following, self.group)
         return self._to_owner(outputs, final % size, owner)
 
     def _receive(self, buffer: Tensor, source: int) -> Tensor:
         with waiting_in("the stage before"):
-            dist.recv(buffer, group=self.group, group_src=source)
+            receive(buffer, source, self.group)
         return buffer
 
     def _to_owner(self, outputs: Any, last: int, owner: int) -> Outputs | None:

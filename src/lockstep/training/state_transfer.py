@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.core.distributed.collectives import receive_object, send_object
+from lockstep.core.distributed.collectives import receive, receive_object, send, send_object
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.protocol.live_messages import Position
 from lockstep.training.state import TrainState
@@ -52,7 +52,7 @@ def _send(state: TrainState, receiver: int) -> None:
     tensors = state.tensors()
     send_object(_shapes(tensors), receiver, None)
     for tensor in tensors.values():
-        dist.send(_as_bytes(local_tensor(tensor).contiguous().cpu()), receiver)  # over Gloo, which reports a loss
+        send(_as_bytes(local_tensor(tensor).contiguous().cpu()), receiver, None)  # over Gloo, which reports a loss
 
 
 def _receive(state: TrainState, source: int) -> None:
@@ -65,7 +65,7 @@ def _receive(state: TrainState, source: int) -> None:
         for name, tensor in tensors.items()
     }
     for tensor in received.values():
-        dist.recv(_as_bytes(tensor), source)
+        receive(_as_bytes(tensor), source, None)
     with torch.no_grad():
         for name, tensor in tensors.items():
             local_tensor(tensor).copy_(received[name])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LockstepError
 from lockstep.core.distributed.messages import decode, encode
-from lockstep.core.distributed.process_group import further_group
+from lockstep.core.distributed.process_group import further_group, timeout_of
 from lockstep.core.host.activity import waiting_in
 
 T = TypeVar("T")
@@ -60,19 +60,37 @@ def gather_object(value: Any, group: dist.ProcessGroup | None = None, *, to: int
     return None if messages is None else [decode(each[:size]) for each, size in zip(messages, sizes, strict=True)]
 
 
+def wait_for(work: dist.Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Wait for a message to or from another rank as long as for a collective. Gloo's own limit for messages is the
+    timeout with which the group was opened, a few seconds (see Attempts); NCCL's wait does not block the host."""
+    assert work is not None  # this rank is in the group
+    if tensor.device.type == "cpu":
+        work.wait(timeout_of(group))
+    else:
+        work.wait()
+
+
+def send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+    wait_for(dist.isend(tensor, group_dst=rank, group=group), tensor, group)
+
+
+def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+    wait_for(dist.irecv(tensor, group_src=rank, group=group), tensor, group)
+
+
 def send_object(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
     """Send a value to a rank of a group, which calls `receive_object`."""
     message = encode(value)
-    dist.send(torch.tensor([len(message)]), group_dst=rank, group=group)
-    dist.send(message, group_dst=rank, group=group)
+    send(torch.tensor([len(message)]), rank, group)
+    send(message, rank, group)
 
 
 def receive_object(rank: int, group: dist.ProcessGroup | None) -> Any:
     """Receive what a rank of a group sends by `send_object`. Raises ModelError, as `broadcast_object` does."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, group_src=rank, group=group)
+    receive(size, rank, group)
     message = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(message, group_src=rank, group=group)
+    receive(message, rank, group)
     return decode(message)
 
 

@@ -92,9 +92,9 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def _timeout() -> timedelta:
-    """Return the timeout of the default process group, which further groups share."""
-    options: Any = getattr(world_group()._get_backend(torch.device("cpu")), "options", None)
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return the timeout of a process group; of the default one, which further groups share, if none is given."""
+    options: Any = getattr((group or world_group())._get_backend(torch.device("cpu")), "options", None)
     return options._timeout if options is not None else timedelta(seconds=TIMEOUT_SECONDS)  # of a fake group
 
 
@@ -115,7 +115,7 @@ def own_group(
     secret = None
     if dist.get_world_size() > 1 and dist.get_backend() != "fake":
         secret = secret_of_run() if is_live_worker() else _group_secret[0]
-    limit = timeout or _timeout()
+    limit = timeout or timeout_of()
 
     def open_own(short: timedelta) -> dist.ProcessGroup:
         groups = [dist.new_group(list(ranks), backend=backend, timeout=short) for ranks in partition]
@@ -174,7 +174,7 @@ def joined() -> World:
         if size > 1:
             _group_secret[:] = [run_secret.of_process(world)]
             store = dist.distributed_c10d._get_default_store()
-            check_secrets(store, world, _group_secret[0], timeout=_timeout())
+            check_secrets(store, world, _group_secret[0], timeout=timeout_of())
             if _group_secret[0] is not None:
                 authenticate(world_group(), _group_secret[0])
         return world

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.distributed.collectives import receive, wait_for
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.tracked_buffer import TrackedBuffer
 from lockstep.core.reduction.all_reduce import AllReduce
@@ -44,7 +45,7 @@ class BuffersInOrder:
         if place and (owner := self._owner(place - 1)) != self.all_reduce.rank:
             values = self._packed()
             with waiting_in(WAIT):
-                dist.recv(values, group=self.all_reduce.group, group_src=owner)
+                receive(values, owner, self.all_reduce.group)
             self._unpack(values)
         self.starts[shard] = [buffer.before for buffer in self.buffers]
 
@@ -66,9 +67,8 @@ class BuffersInOrder:
     def end_step(self) -> None:
         """Broadcast the values that the last shard has left. A collective."""
         with waiting_in(WAIT):
-            for work, _ in self.sent:
-                if work is not None:
-                    work.wait()
+            for work, sent in self.sent:
+                wait_for(work, sent, self.all_reduce.group)
             values = self._packed()
             if self.all_reduce.size > 1:
                 dist.broadcast(values, group=self.all_reduce.group, group_src=self._owner(-1))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.core.distributed.collectives import wait_for
 from lockstep.core.reduction.tree import Node, Shards, TreeSum, cover, root
 
 
@@ -76,11 +77,11 @@ class AllReduce:
 
     def _transfer(self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
         """Send and receive; between two ranks messages arrive in the order in which they were sent."""
-        works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in receives if tensor.numel()]
-        works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in sends if tensor.numel()]
-        for work in works:
-            assert work is not None
-            work.wait()
+        group, started = self.group, list[tuple[dist.Work | None, Tensor]]()
+        started += [(dist.irecv(each, group=group, group_src=rank), each) for each, rank in receives if each.numel()]
+        started += [(dist.isend(each, group=group, group_dst=rank), each) for each, rank in sends if each.numel()]
+        for work, tensor in started:
+            wait_for(work, tensor, group)
 
     def _collective(self, partials: Sequence[Tensor]) -> Tensor:
         """Use an all-to-all and an all-gather, which NCCL runs on a stream; chunks are padded to one size."""
