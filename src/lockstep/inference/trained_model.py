@@ -208,7 +208,7 @@ def _model(
     check_classes(spec, manifest.numeric)
     model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
     restore_model(model, checkpoint)
-    digest, origin = digest_of(model.state_dict()), recipe.data.origin()
+    digest = digest_of(model.state_dict())
     return model.eval(), export_facts.facts_of(
         recipe.model,
         spec,
@@ -221,9 +221,17 @@ def _model(
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
         ends=_end_tokens(recipe, model, tokenizer),
-        origin=origin,
-        license=recipe.export.license,
-        language=recipe.export.language or (origin.language if origin else ()),
-        base_model=recipe.export.base_model or recipe.model.base_model,
+        **_about(recipe),
         **more,
     )
+
+
+def _about(recipe: Recipe) -> dict[str, Any]:
+    """Return facts for the model card: from the settings, else from the source and the model."""
+    origin = recipe.data.origin()
+    return {
+        "origin": origin,
+        "license": recipe.export.license,
+        "language": recipe.export.language or (origin.language if origin else ()),
+        "base_model": recipe.export.base_model or recipe.model.base_model,
+    }
