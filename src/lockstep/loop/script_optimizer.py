@@ -29,7 +29,7 @@ def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.O
     if scheduler is not None and schedule is not None:
         raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
     made = scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
-    if scheduler is not None and (isinstance(made, type) or not hasattr(made, "optimizer")):
+    if scheduler is not None and (isinstance(made, type) or not hasattr(made, "state_dict")):
         what = f"lockstep.Loop: scheduler={made!r}: it is a scheduler of torch, such as ExponentialLR(optimizer, 0.9)"
         raise ConfigError(f"{what}, or a function of optimizer and steps that returns one")
     return made
